@@ -106,5 +106,5 @@ def reference_data(request: pytest.FixtureRequest) -> Path:
     """Returns the folder given by --reference-data; skips the test where none was given."""
     folder = request.config.getoption("--reference-data")
     if folder is None:
-        pytest.skip("no --reference-data DIR was given")
+        pytest.skip("no --reference-data=DIR was given")
     return Path(folder).resolve()

@@ -65,5 +65,5 @@ def test_skip_of_a_marked_test_fails_when_asked(tmp_path: Path) -> None:
 def test_soak_and_data_run_when_asked(tmp_path: Path) -> None:
     """Catches an option that no longer reaches the tests: soak never selected, data never found."""
     assert run_pytest(tmp_path, "-m", "soak")[1]["passed"] == 1
-    assert run_pytest(tmp_path, "--reference-data", ".", "-k", "data")[1]["passed"] == 1
-    assert run_pytest(tmp_path, "--reference-data", "absent")[0] == 4
+    assert run_pytest(tmp_path, "--reference-data=.", "-k", "data")[1]["passed"] == 1
+    assert run_pytest(tmp_path, "--reference-data=absent")[0] == 4
