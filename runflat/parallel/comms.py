@@ -61,7 +61,7 @@ class Group:
         wait_all([self.launch_all_reduce(tensor, op)], self._network.timeout_s, self.name)
 
     def launch_all_reduce(self, tensor: torch.Tensor, op: Op = "sum") -> Any:
-        """Start an in-place all-reduce of `tensor` (contiguous); the handle goes to `wait_all`; None in a group of 1."""
+        """Start an in-place all-reduce of `tensor` (contiguous); the handle goes to `wait_all`."""
         if self._backend is None:
             return None
         self._record("all_reduce", tensor)

@@ -43,7 +43,7 @@ MODULE_RULES = {
     "Phi3MLP": ModuleRule(fused={"gate_up_proj": ("ffn", "ffn")}),
 }
 EMBEDDING_CLASSES = ("Embedding", "Gemma2TextScaledWordEmbedding")
-"""Input embeddings whose forward is a lookup followed by an elementwise scale; no plan of the tested models names them."""
+"""Input embeddings whose forward is a lookup and an elementwise scale; no plan of the tested models names them."""
 
 _BUILD_LOCK = threading.Lock()  # transformers sets torch's default dtype while it builds, which is process-wide
 
