@@ -52,7 +52,7 @@ def run(argv: list[str]) -> int:
         return error.exit_code
     except BrokenPipeError:
         # Whoever read our output has gone (`| head`): end quietly, and keep Python from flushing into the closed pipe.
-        sys.stdout = None  # type: ignore[assignment]  # documented way to skip the flush at exit
+        sys.stdout = None
         return 0
     return code
 
