@@ -1,0 +1,1 @@
+"""What exists, what happened, and where the time went; imports no torch."""

@@ -1,0 +1,359 @@
+"""What to do after this event, given this health: one pure decision for the runtime and the simulator.
+
+A chain such as ``spare,ntp,drop,restart`` is tried link by link. :func:`choose` decides for one hit replica and says in
+words why a link fell through; :func:`decide` does so for a whole job and returns the devices, the sequences of each
+replica and the words as frozen data. Nothing here acts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from runflat.cluster.health import Health
+from runflat.errors import ConfigError
+from runflat.plan.batch import split_batch
+
+Place = tuple[int, int]
+"""(replica, slot); with pipeline stages the slots count through the stages."""
+
+
+class Strategy(StrEnum):
+    """One link of a chain."""
+
+    SPARE = "spare"
+    """A warm spare takes the dead slot."""
+    NTP = "ntp"
+    """The hit replica goes on at a lower degree."""
+    DROP = "drop"
+    """The hit replica leaves, the others take its sequences."""
+    RESTART = "restart"
+    """All stop; full replicas start again from the newest checkpoint."""
+
+
+class BatchRule(StrEnum):
+    """What becomes of the global batch when replicas are hit."""
+
+    CONSTANT = "constant"
+    """Sequences are redistributed and steps get longer."""
+    CAPPED = "capped"
+    """Each replica has a limit; training pauses while the limits do not add up to the batch."""
+    FLEXIBLE = "flexible"
+    """Hit replicas do fewer sequences and the batch shrinks."""
+
+
+Chain = tuple[Strategy, ...]
+
+
+def parse_chain(text: str) -> Chain:
+    """The chain that a comma-separated text such as ``spare,ntp,drop`` names.
+
+    Raises:
+        ConfigError: for an unknown, doubled or missing link.
+    """
+    allowed = ", ".join(strategy.value for strategy in Strategy)
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise ConfigError(f"the strategy chain is empty; name at least one of {allowed}, separated by commas")
+    for name in names:
+        if name not in Strategy.__members__.values():
+            raise ConfigError(f"unknown strategy {name!r} in chain {text!r}; allowed: {allowed}")
+    if len(set(names)) < len(names):
+        raise ConfigError(f"chain {text!r} names a strategy twice; each link is tried once, so name it once")
+    return tuple(Strategy(name) for name in names)
+
+
+def reduced_degree(tp_full: int, num_dead: int, degrees: Sequence[int] = ()) -> int:
+    """Degree at which a stage with ``num_dead`` dead devices can run; 0 if none is left.
+
+    Args:
+        tp_full: Full degree.
+        num_dead: Dead devices of the stage.
+        degrees: Degrees that the job allows besides ``tp_full``; empty allows each one down to 1.
+    """
+    live = max(tp_full - num_dead, 0)
+    if live == tp_full or not degrees:
+        return live
+    return max((degree for degree in degrees if degree <= live), default=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hit:
+    """One hit replica and what stands around it: all that a choice depends on."""
+
+    tp_full: int
+    degree: int
+    """Degree at which its most hit stage can run, 0 if none."""
+    num_dead: int
+    """Dead slots of the replica, over all stages."""
+    num_free_spares: int = 0
+    fits_memory: bool = True
+    """Whether the survivors have the memory for a lower degree."""
+    has_holders: bool = True
+    """Whether each lost unit has a live holder elsewhere."""
+    num_others: int = 1
+    """Replicas that go on without this one."""
+    num_full: int = 1
+    """Replicas without a dead device: those that a restart can start."""
+    has_checkpoint: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The link that handles a hit replica (None if no link can), spares it takes, why earlier links fell through."""
+
+    strategy: Strategy | None
+    num_spares: int = 0
+    words: tuple[str, ...] = ()
+
+
+def choose(chain: Chain, hit: Hit) -> Choice:
+    """The first link of ``chain`` that can handle ``hit``, with the reasons of those that could not.
+
+    Where ``ntp`` stands behind ``spare``, too few spares still raise the degree as far as they go.
+    """
+    words: list[str] = []
+    num_spares = 0
+    for strategy in chain:
+        problem = _problem(strategy, hit)
+        if problem is None:
+            return Choice(strategy, hit.num_dead if strategy is Strategy.SPARE else num_spares, tuple(words))
+        words.append(f"{strategy.value}: {problem}")
+        if strategy is Strategy.SPARE and hit.has_holders and Strategy.NTP in chain:
+            num_spares = hit.num_free_spares
+    return Choice(None, 0, tuple(words))
+
+
+def _problem(strategy: Strategy, hit: Hit) -> str | None:
+    """Why ``strategy`` cannot handle ``hit``, or None if it can."""
+    no_holder = "a lost unit has no live holder, so its state is only in a checkpoint"
+    if strategy is Strategy.SPARE:
+        if hit.num_free_spares < hit.num_dead:
+            return f"{hit.num_dead} dead, but {hit.num_free_spares} free spares"
+        return None if hit.has_holders else no_holder
+    if strategy is Strategy.NTP:
+        if hit.degree < 1:
+            return f"no usable degree below TP {hit.tp_full} is left with {hit.num_dead} dead"
+        if not hit.fits_memory:
+            return f"the model does not fit in the survivors' memory at TP {hit.degree}"
+        return None if hit.has_holders else no_holder
+    if strategy is Strategy.DROP:
+        return None if hit.num_others else "no other replica would be left"
+    if not hit.num_full:
+        return "no full replica is left to start again"
+    return None if hit.has_checkpoint else "there is no checkpoint"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobFacts:
+    """What a decision needs to know of a job; the runtime and the simulator fill it alike."""
+
+    num_replicas: int
+    tp_full: int
+    num_sequences: int
+    """Sequences of the global batch."""
+    pp: int = 1
+    rule: BatchRule = BatchRule.CONSTANT
+    cap: int | None = None
+    """Capped: sequences that a full replica may do; None for its even share."""
+    degrees: tuple[int, ...] = ()
+    """Reduced degrees that may be used; empty for all."""
+    has_checkpoint: bool = True
+
+    @property
+    def even_share(self) -> int:
+        """Sequences of a replica in health, rounded up."""
+        return -(-self.num_sequences // self.num_replicas)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """Who works on what from now on, and why; pass it back as ``previous`` at the next event."""
+
+    strategy: Strategy | None
+    """Heaviest link in use: restart before drop before ntp before spare; None when nothing is hit."""
+    placement: tuple[tuple[Place, str], ...]
+    """Device at each place, dead ones included (a spare that took a slot stands here)."""
+    devices: tuple[tuple[Place, str], ...]
+    """Live devices that work."""
+    shares: tuple[tuple[int, int], ...]
+    """(replica, sequences) of the replicas that work."""
+    left: tuple[tuple[int, Strategy], ...] = ()
+    """(replica, link) of the replicas that do not work."""
+    idle: tuple[str, ...] = ()
+    """Live devices without work."""
+    paused: bool = False
+    """Capped and below the target: everybody waits."""
+    stop: bool = False
+    """Nothing can work any more."""
+    words: tuple[str, ...] = ()
+
+
+SecondsPerSequence = Callable[[int, tuple[int, ...]], float]
+"""(replica, its dead slots) -> seconds for one sequence, in any unit that all replicas share."""
+
+
+def decide(
+    job: JobFacts,
+    health: Health,
+    chain: Chain,
+    *,
+    placement: Mapping[Place, str],
+    seconds: SecondsPerSequence | None = None,
+    fits_memory: Callable[[int], bool] = lambda degree: True,
+    has_holders: Callable[[int, tuple[int, ...]], bool] = lambda replica, dead: True,
+    previous: Decision | None = None,
+) -> Decision:
+    """The decision for the present ``health``.
+
+    Args:
+        job: Facts of the job.
+        health: Devices held and failed.
+        chain: Links to try in order.
+        placement: Device at each place before the decision; ``previous`` replaces it where given.
+        seconds: Seconds of one sequence on a replica with given dead slots; default: follows its most hit stage.
+        fits_memory: Whether the model fits at a degree.
+        has_holders: Whether the units of a replica's dead slots live elsewhere.
+        previous: The decision in force; without it nobody waits for a restart and no spare stands in a slot.
+    """
+    seats: dict[Place, str] = dict(previous.placement if previous else placement)
+    waiting = {replica for replica, link in previous.left if link is Strategy.RESTART} if previous else set()
+    spares = [device for device in health.live if device not in set(seats.values())]
+    choices = _choices(job, health, chain, seats, spares, waiting, fits_memory, has_holders)
+    restarting = any(choice.strategy is Strategy.RESTART for replica, choice in choices.items())
+    left: dict[int, Strategy] = {}
+    for replica in range(job.num_replicas):
+        dead = _dead_slots(job, health, seats, replica)
+        choice = choices.get(replica)
+        if choice is not None and choice.strategy is None:
+            left[replica] = chain[-1]
+        elif choice is not None and choice.strategy in (Strategy.DROP, Strategy.RESTART):
+            left[replica] = choice.strategy
+        elif replica in waiting and (dead or not restarting):
+            left[replica] = Strategy.RESTART
+    working = [replica for replica in range(job.num_replicas) if replica not in left]
+    shares, paused = _shares(job, health, seats, working, seconds or _proportional(job))
+    for replica in [replica for replica in working if not shares[replica]]:
+        left[replica] = Strategy.DROP
+        del shares[replica]
+    devices = {
+        place: device for place, device in sorted(seats.items()) if place[0] in shares and health.is_live(device)
+    }
+    busy = set(devices.values())
+    used = {choice.strategy for choice in choices.values()} - {None}
+    order = (Strategy.RESTART, Strategy.DROP, Strategy.NTP, Strategy.SPARE)
+    return Decision(
+        strategy=next((strategy for strategy in order if strategy in used), None),
+        placement=tuple(sorted(seats.items())),
+        devices=tuple(devices.items()),
+        shares=tuple(sorted(shares.items())),
+        left=tuple(sorted(left.items())),
+        idle=tuple(device for device in health.live if device not in busy),
+        paused=paused,
+        stop=not devices,
+        words=tuple(f"replica {replica}: {word}" for replica, choice in choices.items() for word in choice.words),
+    )
+
+
+def _choices(
+    job: JobFacts,
+    health: Health,
+    chain: Chain,
+    seats: dict[Place, str],
+    spares: list[str],
+    waiting: set[int],
+    fits_memory: Callable[[int], bool],
+    has_holders: Callable[[int, tuple[int, ...]], bool],
+) -> dict[int, Choice]:
+    """The choice for each hit replica that is not out already; seats spares, and takes them off ``spares``."""
+    hit = {replica: _dead_slots(job, health, seats, replica) for replica in range(job.num_replicas)}
+    going = {replica for replica in hit if not hit[replica] and replica not in waiting}
+    choices: dict[int, Choice] = {}
+    for replica, dead in hit.items():
+        if not dead or replica in waiting:
+            continue
+        reducible = going | {
+            other for other in hit if hit[other] and other not in waiting and Strategy.NTP in chain and other != replica
+        }
+        degree = reduced_degree(job.tp_full, _worst(job, dead), job.degrees)
+        choice = choose(
+            chain,
+            Hit(
+                tp_full=job.tp_full,
+                degree=degree,
+                num_dead=len(dead),
+                num_free_spares=len(spares),
+                fits_memory=fits_memory(degree),
+                has_holders=has_holders(replica, dead),
+                num_others=len(reducible - {r for r, c in choices.items() if c.strategy in (None, Strategy.DROP)}),
+                num_full=sum(not slots for slots in hit.values()),
+                has_checkpoint=job.has_checkpoint,
+            ),
+        )
+        for slot in dead[: choice.num_spares]:
+            seats[(replica, slot)] = spares.pop(0)
+        choices[replica] = choice
+    return choices
+
+
+def _dead_slots(job: JobFacts, health: Health, seats: Mapping[Place, str], replica: int) -> tuple[int, ...]:
+    slots = range(job.tp_full * job.pp)
+    return tuple(slot for slot in slots if not health.is_live(seats[(replica, slot)]))
+
+
+def _worst(job: JobFacts, dead: Sequence[int]) -> int:
+    """Dead devices of the most hit stage."""
+    return max((sum(slot // job.tp_full == stage for slot in dead) for stage in range(job.pp)), default=0)
+
+
+def _proportional(job: JobFacts) -> SecondsPerSequence:
+    """Seconds in proportion to the most hit stage's share of lost devices; 1 for a full replica."""
+
+    def seconds(replica: int, dead: tuple[int, ...]) -> float:
+        return job.tp_full / reduced_degree(job.tp_full, _worst(job, dead), job.degrees)
+
+    return seconds
+
+
+def _shares(
+    job: JobFacts, health: Health, seats: Mapping[Place, str], working: Sequence[int], seconds: SecondsPerSequence
+) -> tuple[dict[int, int], bool]:
+    """Sequences of each working replica, and whether the job must pause."""
+    if not working:
+        return {}, False
+    per_sequence = [seconds(replica, _dead_slots(job, health, seats, replica)) for replica in working]
+    # What a full replica would need: the fastest one here may itself be reduced.
+    full_s = min(*per_sequence, seconds(working[0], ()))
+    counts, paused = share_batch(job, per_sequence, full_s)
+    return dict(zip(working, counts, strict=True)), paused
+
+
+def share_batch(job: JobFacts, seconds_per_sequence: Sequence[float], full_s: float) -> tuple[tuple[int, ...], bool]:
+    """Sequences of each replica under the job's batch rule, and whether it must pause.
+
+    Args:
+        job: Facts of the job.
+        seconds_per_sequence: Seconds of one sequence on each working replica.
+        full_s: The same for a full replica.
+    """
+    if job.rule is BatchRule.CONSTANT:
+        return split_batch(job.num_sequences, seconds_per_sequence), False
+    cap = job.even_share if job.cap is None or job.rule is BatchRule.FLEXIBLE else job.cap
+    # A replica's limit is what it finishes in the time that a full one needs for the cap; 1e-9 forgives rounding.
+    limits = tuple(int(cap * full_s / seconds + 1e-9) for seconds in seconds_per_sequence)
+    if job.rule is BatchRule.FLEXIBLE:
+        # Where the batch does not divide, some healthy replicas do one fewer; the batch never exceeds the target.
+        surplus = max(sum(limits) - job.num_sequences, 0)
+        return tuple(limit - (index < surplus) for index, limit in enumerate(limits)), False
+    return _fill(job.num_sequences, seconds_per_sequence, limits), sum(limits) < job.num_sequences
+
+
+def _fill(num_sequences: int, seconds_per_sequence: Sequence[float], limits: Sequence[int]) -> tuple[int, ...]:
+    """Like `split_batch`, but no replica exceeds its limit; stops when all are full."""
+    wished = split_batch(num_sequences, seconds_per_sequence)
+    counts = [min(wish, limit) for wish, limit in zip(wished, limits, strict=True)]
+    while sum(counts) < min(num_sequences, sum(limits)):
+        open_ = [index for index, limit in enumerate(limits) if counts[index] < limit]
+        counts[min(open_, key=lambda index: (counts[index] + 1) * seconds_per_sequence[index])] += 1
+    return tuple(counts)

@@ -1,0 +1,1 @@
+"""Where failures come from: generators and readers of recorded traces; imports no torch."""
