@@ -36,7 +36,7 @@ class CommsError(RunError):
     """A collective failed or did not end in time. On its own it says nothing about who is at fault."""
 
 
-class Interrupted(RunError):
+class AbortedError(RunError):
     """The generation that a wait belongs to has been left."""
 
 
@@ -55,17 +55,17 @@ class Interrupt:
             self.changed.notify_all()
 
     def check(self, generation: int) -> None:
-        """Raise `Interrupted` if `generation` is to be left."""
+        """Raise `AbortedError` if `generation` is to be left."""
         if generation < self.target:
-            raise Interrupted(f"generation {generation} was left for generation {self.target}.")
+            raise AbortedError(f"generation {generation} was left for generation {self.target}.")
 
 
 @dataclass(frozen=True)
 class Network:
     """How groups connect: `interface_address` to listen on, `timeout_s` after which a collective counts as lost.
 
-    `form_timeout_s` bounds the forming of one group; `backend`, called with (group name, rank, size), stands in for gloo
-    and NCCL (a fake network, in tests); `interrupt` ends waits from another thread.
+    `form_timeout_s` bounds the forming of one group; `backend`, called with (group name, rank, size), stands in for
+    gloo and NCCL (a fake network, in tests); `interrupt` ends waits from another thread.
     """
 
     interface_address: str = "127.0.0.1"
@@ -141,7 +141,7 @@ class Group:
 
         Raises:
             CommsError: a collective failed, or the deadline passed; the message names the group.
-            Interrupted: the generation was left meanwhile.
+            AbortedError: the generation was left meanwhile.
         """
         wait_all(works, self.generation, self._network, self.name, host=not self._cuda)
 
@@ -181,7 +181,7 @@ def wait_all(works: Sequence[Any], generation: int, network: Network, what: str,
 
     Raises:
         CommsError: a collective failed, or the deadline passed; the message names `what`.
-        Interrupted: the generation was left meanwhile.
+        AbortedError: the generation was left meanwhile.
     """
     deadline = time.monotonic() + network.timeout_s
     for work in works:
