@@ -10,7 +10,7 @@ from runflat.plan.sync_groups import SyncLayout
 from runflat.plan.units import ModelSpec
 
 NUM_SCALARS = 7
-"""Float64 values of the all-reduce that ends a step: ones, loss sum, token count, squared norm, non-finite, stop, switch."""
+"""Float64 values of the all-reduce that ends a step: ones, loss sum, tokens, squared norm, non-finite, stop, switch."""
 SCALAR_BYTES = 8
 
 
