@@ -23,7 +23,7 @@ from typing import Any
 
 from runflat.errors import CheckpointError
 from runflat.plan.plan import Place, Plan
-from runflat.plan.sync_groups import holders
+from runflat.plan.sync_groups import Members, holders
 from runflat.plan.units import Kind, ModelSpec, ParamSpec, Range, Segment, axis_ranges, merge_ranges
 
 FORMAT = 1
@@ -73,11 +73,24 @@ class Checkpoint:
 
 
 def written_units(spec: ModelSpec, plan: Plan, place: Place) -> dict[str, tuple[int, ...]]:
-    """Units per kind that the device at `place` writes: each unit by one holder, the holders taking turns."""
-    return {
-        kind: tuple(unit for unit, places in sorted(units.items()) if places[unit % len(places)] == place)
-        for kind, units in holders(spec, plan).items()
-    }
+    """Units per kind that the device at `place` writes: each unit by one holder.
+
+    Units with the same holders are dealt to them in equal runs, not in turn, so that a file has few and long ranges.
+    """
+    written: dict[str, tuple[int, ...]] = {}
+    for kind, units in holders(spec, plan).items():
+        shared: dict[Members, list[int]] = {}
+        for unit, places in sorted(units.items()):
+            shared.setdefault(tuple(places), []).append(unit)
+        written[kind] = tuple(
+            sorted(
+                unit
+                for places, run in shared.items()
+                for index, unit in enumerate(run)
+                if places[index * len(places) // len(run)] == place
+            )
+        )
+    return written
 
 
 def file_ranges(param: ParamSpec, axes: Mapping[str, tuple[Range, ...]]) -> tuple[Range, ...]:
