@@ -6,6 +6,7 @@ import pytest
 
 from runflat.plan.plan import Place, Plan
 from runflat.plan.planner import build_plan, live_devices
+from runflat.plan.sync_groups import SyncLayout, sync_layout
 from runflat.plan.units import Kind, ModelSpec, ParamSpec, Segment, block_size
 
 MakeSpec = Callable[..., ModelSpec]
@@ -76,3 +77,12 @@ def make_plan() -> MakePlan:
         return build_plan(spec, live_devices(tp, replicas, dead), tp, 10 * replicas, 8, previous)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def crowded(make_spec: MakeSpec, make_plan: MakePlan) -> tuple[ModelSpec, Plan, SyncLayout]:
+    """Returns a layout with more groups than communicators: six replicas of TP 8 at six degrees."""
+    spec = make_spec(heads=64, kv_heads=64, ffn=640, vocab=512, tp=8)
+    dead = [(replica, slot) for replica in range(5) for slot in range(replica + 1)]
+    plan = make_plan(spec, 8, 6, dead)
+    return spec, plan, sync_layout(spec, plan, 12_000, 4)
