@@ -4,7 +4,7 @@ Glossary for this file
     state     a device's part of the model and of AdamW's memory: three tensors per parameter, and one step count
     slab      units start..stop-1 of one segment of one parameter: one range of every shard that holds them
     message   all slabs that one device sends to another, followed by the step count and a checksum
-    newcomer  a target that had no place in the old plan: it also needs the replicated parameters
+    newcomer  a target that gets all its units: it also needs the replicated parameters
 """
 
 from __future__ import annotations
@@ -208,7 +208,8 @@ class _Runs:
 class Change:
     """One change of plan as the device `device` sees it: `old` gives way to `new`, and `moves` must move.
 
-    `dtype` and `torch_device` are those of the shard: a newcomer cannot tell them from its state.
+    `new` and `moves` are the same on all devices, `old` is the plan whose units this device holds. `dtype` and
+    `torch_device` are those of the shard: a newcomer cannot tell them from its state.
     """
 
     spec: ModelSpec
@@ -246,26 +247,34 @@ class Message:
 
 
 def messages(change: Change) -> tuple[Message, ...]:
-    """Who sends what to whom: the transfers, and the replicated parameters for newcomers; equal on all devices."""
+    """Who sends what to whom, the same on all devices: the moves, and what is replicated for those that hold nothing.
+
+    The latter comes from the source of the target's first move.
+    """
     spec, params = change.spec, params_by_name(change.spec)
     slabs: dict[tuple[str, str], list[Slab]] = {}
     for move in change.moves:
         slabs.setdefault((move.source, move.target), []).extend(unit_slabs(spec, move.kind, move.start, move.stop))
     for target in sorted({move.target for move in change.moves}):
-        if change.old.place(target) is None:
-            slabs.setdefault((_host(change, target), target), []).extend(replicated_slabs(spec))
+        if _gets_all(change, target):
+            source = next(move.source for move in change.moves if move.target == target)
+            slabs[source, target].extend(replicated_slabs(spec))
     return tuple(
         Message(source, target, tuple(listed), sum(math.prod(slab_shape(spec, params[s.param], s)) for s in listed))
         for (source, target), listed in sorted(slabs.items())
     )
 
 
-def _host(change: Change, newcomer: str) -> str:
-    """Who sends a newcomer the replicated parameters: a device of its replica that was there before, else any such."""
-    place = change.new.place(newcomer)
+def _gets_all(change: Change, target: str) -> bool:
+    """Whether `target` holds nothing: all that it is to hold moves. Told by what all devices know alike."""
+    place = change.new.place(target)
     assert place is not None
-    here = [p for p in change.new.places if change.old.place(change.new.device(p)) is not None]
-    return change.new.device(min(here, key=lambda p: (p[0] != place[0], p)))
+    wanted = change.new.replica(place[0]).held(change.spec.kinds, place[1])
+    num_moved = dict.fromkeys(wanted, 0)
+    for move in change.moves:
+        if move.target == target:
+            num_moved[move.kind] += move.stop - move.start
+    return all(num_moved[kind] == len(units) for kind, units in wanted.items())
 
 
 @dataclass(frozen=True)
@@ -286,7 +295,9 @@ def execute_transfers(change: Change, state: ShardState, comms: Comms, limit_byt
         CommsError: a member was lost, or a message came damaged or from another step; the text names source and target.
     """
     listed = messages(change)
-    old_held, new_held = change.held(change.old), change.held(change.new)
+    new_held = change.held(change.new)
+    is_newcomer = not state.tensors["weight"]
+    old_held = dict.fromkeys(new_held, ()) if is_newcomer else change.held(change.old)
     itemsize = change.dtype.itemsize
     outgoing = {m: _pack(change, m, old_held, state) for m in listed if m.source == change.device}
     incoming = {
@@ -295,7 +306,7 @@ def execute_transfers(change: Change, state: ShardState, comms: Comms, limit_byt
         if m.target == change.device
     }
     _exchange(change, listed, outgoing, incoming, comms, limit_bytes)
-    step = None if change.old.place(change.device) is None else state.optimizer_step
+    step = None if is_newcomer else state.optimizer_step
     received: dict[str, dict[Slab, torch.Tensor]] = {kind: {} for kind in TENSORS}
     for message, words in incoming.items():
         step = _check(message, words, step)

@@ -35,7 +35,7 @@ from runflat.parallel.tp_plan import build_meta_model, read_rules
 from runflat.plan.plan import Place, Plan
 from runflat.plan.planner import build_plan, live_devices
 from runflat.plan.sync_groups import SyncLayout
-from runflat.plan.transfers import transfers
+from runflat.plan.transfers import Transfer, transfers
 from runflat.plan.units import ModelSpec, param_ranges
 
 Full = Mapping[str, Mapping[str, torch.Tensor]]
@@ -213,7 +213,35 @@ def test_newcomer() -> None:
     assert found["1:2"].received_bytes == moved + 12 * spec.replicated_numel
     listed = messages(change_of(spec, old, new, "1:2"))
     hosts = {m.source for m in listed if any(slab.segment == -1 for slab in m.slabs)}
-    assert hosts == {"1:0"}
+    assert hosts == {next(move.source for move in transfers(spec, old, new, 12) if move.target == "1:2")}
+
+
+def test_devices_that_hold_different_plans() -> None:
+    """Catches an exchange that needs all devices to come from one plan: a loss while a transfer was under way."""
+    spec = spec_of("qwen2")
+    first = plan_of(spec, ())
+    second = plan_of(spec, ((1, 2),), first, 1)
+    third = plan_of(spec, ((1, 1), (1, 2)), second, 2)
+    full = full_state(spec)
+    base = {device: second if device in ("1:0", "0:3") else first for device in map(third.device, third.places)}
+    base["1:3"] = third  # the place of one that has just been started, which holds nothing
+    moves: list[Transfer] = []
+    for device, plan in base.items():
+        had = {} if device == "1:3" else held_by(spec, plan, device)
+        for kind, units in held_by(spec, third, device).items():
+            for unit in units:
+                if unit not in had.get(kind, ()):
+                    source = next(d for d in base if d[0] == "0" and unit in held_by(spec, base[d], d)[kind])
+                    moves.append(Transfer(kind, unit, unit + 1, source, device, 0))
+
+    def rank(place: Place, comms: Comms) -> Moved:
+        device = third.device(place)
+        state = NOTHING if device == "1:3" else shard_of(spec, base[device], device, full)
+        change = replace(change_of(spec, base[device], third, device), moves=tuple(moves))
+        return execute_transfers(change, state, comms)
+
+    found = run_ranks(third, NO_GROUPS, rank, in_memory=True)
+    assert_right(spec, third, full, {third.device(place): moved for place, moved in found.items()})
 
 
 class Spoiler:
