@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedConfig
 
-from runflat.check.casts import LiftCasts, lift_forward
+from runflat.parallel.casts import LiftCasts, lift_forward
 from runflat.check.ranks import run_ranks
 from runflat.check.reference import AdamW, Batch, Outcome, reference_model, reference_run
 from runflat.parallel.comms import Comms

@@ -10,15 +10,15 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
-from safetensors import SafetensorError
-
+from runflat.elastic.agree import agree
+from runflat.elastic.duties import Duties
 from runflat.elastic.formation import Address, Formation, bury
 from runflat.elastic.orders import Abort, Exit, Go, Order, PlanOrder, Prepare, Resume, Stop, Switch, Unprepare
 from runflat.elastic.presence import Heart, Presence
+from runflat.elastic.stepping import Step
 from runflat.errors import RunError
 from runflat.parallel.comms import AbortedError, CommsError, Interrupt, Network
 from runflat.parallel.digest import compare, unit_digests
@@ -27,9 +27,8 @@ from runflat.parallel.optimizer import learning_rate
 from runflat.parallel.sockets import Sockets
 from runflat.plan.plan import Place, Plan, plan_from_json
 from runflat.plan.transfers import Transfer
-from runflat.train.checkpoint import shard_to_json
-from runflat.train.engine import Engine, Job, progress_json, worker_device
-from runflat.train.step import Scalars
+from runflat.train.engine import Engine, Job, worker_device
+from runflat.train.step import Scalars, StepResult
 
 FORM_TIMEOUT_S = 5.0
 FOREVER = 1 << 60
@@ -68,16 +67,16 @@ class Session:
         self.stop = threading.Event()
         self.orphaned = threading.Event()
         self.engine = Engine(job, worker_device(index), self._phase)
+        self.duties = Duties(self.engine, self.say)
         self.base: Plan | None = None
         self.plan: Plan | None = None
         self.resume: Resume | None = None
         self.prepared: Formation | None = None
         self.switch: Switch | None = None
-        self.last: tuple[int, Scalars] | None = None
-        self.done_at: tuple[int, int] | None = None
+        self.last: Scalars | None = None
+        self.stop_at: int | None = None
         self.times: dict[str, float] = {}
         self._mark = time.monotonic()
-        self._done: dict[str, tuple[int, int]] = {}
 
     # ---- threads beside the main one
 
@@ -114,21 +113,35 @@ class Session:
         """The main thread begins phase `name`: say so, and let the injector strike."""
         self.presence.enter(name)
 
-    def _say(self, kind: str, **fields: Any) -> None:
+    def say(self, kind: str, **fields: Any) -> None:
+        """Send one message to the controller."""
         self.channel.send({"type": kind, **fields})
 
     # ---- the main thread
 
     def run(self) -> None:
-        """Work until the controller says `exit`, or is gone."""
+        """Train with runflat's own loop until the controller says `exit`, or is gone."""
+        for step in self.steps():
+            with step:
+                step.compute()
+
+    def steps(self) -> Iterator[Step]:
+        """The steps that this device takes part in, under plan after plan; each is to be run inside `with step:`.
+
+        A step that could not commit because a device was lost comes again. Ends when the controller says `exit`, or is
+        gone.
+        """
         threading.Thread(target=self.listen, name="orders", daemon=True).start()
         heart = Heart(self.presence, self.channel.send)
-        self._say("hello", pid=os.getpid())
+        self.say("hello", pid=os.getpid())
         try:
             while (order := self._next()) is not None and not isinstance(order, Exit):
-                self._obey(order)
-            if order is None:
-                self._save_orphaned()
+                if isinstance(order, Go):
+                    yield from self._go()
+                else:
+                    self._obey(order)
+            if order is None and self.engine.progress.step:
+                self.duties.save(self.presence.generation)  # unpublished: for whoever resumes the run
         finally:
             heart.stop()
 
@@ -142,8 +155,6 @@ class Session:
             self._answer_abort(order)
         elif isinstance(order, PlanOrder):
             self._take_plan(order)
-        elif isinstance(order, Go):
-            self._go()
         elif isinstance(order, Prepare):
             self._prepare(order)
         elif isinstance(order, Unprepare):
@@ -172,13 +183,13 @@ class Session:
         self._phase("abort")
         engine = self.engine
         self._lap("abort")
-        self._say(
+        self.say(
             "status",
             generation=order.generation,
             committed=engine.progress.step,
             complete=engine.final is not None,
             holds=self.base.generation if self.base else -1,
-            scalars=self.last[1].to_list() if self.last else None,
+            scalars=self.last.to_list() if self.last else None,
         )
 
     # ---- entering one
@@ -187,22 +198,24 @@ class Session:
         """Bring the state to where the plan starts, then report ready."""
         plan, resume, engine = plan_from_json(order.plan), order.resume, self.engine
         place = self._place(plan)
+        short = engine.memory_short(plan, place)
+        if short is not None:
+            self.say("lowmem", generation=plan.generation, need_bytes=short[0], free_bytes=short[1])
+            return
         self.plan, self.resume = plan, resume
         self.presence.generation = plan.generation
         if resume.action in ("start", "checkpoint"):
             self.presence.enter("copy")
             engine.build(plan, place, resume.checkpoint)
             self.base = plan
-            # What the checkpoint's step asked for was done when it was saved.
-            key = (engine.progress.step, plan.generation)
-            self._done = {"holdout": key, "save": key}
+            self.duties.excuse(plan.generation)
         elif resume.action == "forward" and engine.progress.step == resume.committed - 1:
             assert resume.scalars is not None
-            self._commit(Scalars(*resume.scalars))
+            self.commit(Scalars(*resume.scalars))
         engine.final = None
         self._phase("barrier")
         self._lap("barrier")
-        self._say("ready", generation=plan.generation)
+        self.say("ready", generation=plan.generation)
 
     def _place(self, plan: Plan) -> Place:
         place = plan.place(self.device_id)
@@ -210,7 +223,7 @@ class Session:
             raise RunError(f"{self.device_id} got a plan of generation {plan.generation} that has no place for it.")
         return place
 
-    def _go(self) -> None:
+    def _go(self) -> Iterator[Step]:
         """Form the groups of the plan taken, move what must move, compare, and train until something ends it."""
         assert self.plan is not None
         assert self.resume is not None
@@ -224,10 +237,10 @@ class Session:
                 formation.abandon()
                 raise
             self._lap("form")
-            self._say("formed", generation=self.plan.generation, form_s=formation.seconds)
+            self.say("formed", generation=self.plan.generation, form_s=formation.seconds)
             num_bytes = self._enter(self.plan, comms, moves)
-            self._say("running", generation=self.plan.generation, bytes_moved=num_bytes, phases_s=self.times)
-            self._train()
+            self.say("running", generation=self.plan.generation, bytes_moved=num_bytes, phases_s=self.times)
+            yield from self._train()
         except AbortedError:
             return  # the abort order is next in the queue
         except CommsError as error:
@@ -240,7 +253,7 @@ class Session:
         fields: dict[str, Any] = {"generation": self.plan.generation, "text": str(error)}
         if kind == "suspect":
             fields["phase"] = self.presence.phase
-        self._say(kind, **fields)
+        self.say(kind, **fields)
 
     def _form(self, plan: Plan) -> Formation:
         engine = self.engine
@@ -259,9 +272,10 @@ class Session:
         engine, place = self.engine, self._place(plan)
         engine.join(comms)
         self._phase("transfer")
+        engine.progress = agree(comms, engine.progress if self.base else None)
         old = self.base or plan
         num_bytes = 0
-        if moves or old.generation != plan.generation:
+        if moves or self.base is None or self.base.generation != plan.generation:
             change = Change(engine.spec, old, plan, moves, self.device_id, engine.dtype, engine.device)
             state = read_state(engine.params, engine.optimizer) if self.base else NOTHING
             moved = execute_transfers(change, state, comms)
@@ -285,7 +299,7 @@ class Session:
         differ = compare(engine.spec, unit_digests(engine.spec, held, state.tensors, scalars), comms)
         if differ:
             units = [f"{kind} {unit}" for kind, unit in differ]
-            self._say("mismatch", generation=plan.generation, units=units)
+            self.say("mismatch", generation=plan.generation, units=units)
             raise CommsError(f"holders of {', '.join(units[:5])} do not have the same bits.")
 
     # ---- growth and orderly leaves: the next groups form while training goes on
@@ -306,11 +320,11 @@ class Session:
             try:
                 if formation is not None:
                     formation.wait()
-                self._say("prepared", generation=generation)
+                self.say("prepared", generation=generation)
             except AbortedError:
                 return
             except CommsError as error:
-                self._say("formfail", generation=generation, text=str(error))
+                self.say("formfail", generation=generation, text=str(error))
 
         threading.Thread(target=watch, name="prepare", daemon=True).start()
 
@@ -322,18 +336,21 @@ class Session:
 
     # ---- training
 
-    def _train(self) -> None:
-        """Steps until the end, a stop, a switch, or an error of a collective."""
-        assert self.plan is not None
-        while True:
+    def _train(self) -> Iterator[Step]:
+        """Steps until the end, a stop, a leave, or an error of a collective."""
+        while self.plan is not None:
             self._poll()
-            if self._due():
+            if self.duties.fulfil(self.presence.generation, self.stop_at):
                 return
-            switched = self._step()
-            if switched:
+            step = Step(self)
+            yield step
+            if step.error is not None:
+                raise step.error
+            assert step.scalars is not None, "a step was yielded but never entered: use `with step:`"
+            if step.scalars.stop > 0:
+                self.stop_at = self.engine.progress.step
+            if step.scalars.switch > 0:
                 self._go_over()
-                if self.plan is None:
-                    return
 
     def _poll(self) -> None:
         """Between steps: orders that act on side threads are taken up here."""
@@ -349,39 +366,8 @@ class Session:
                 self.orders.put(order)
                 return
 
-    def _step(self) -> bool:
-        """Run one step and report it; returns whether all devices agreed to switch after it."""
-        engine = self.engine
-        started = time.perf_counter()
-        first, count = engine.samples()
-        step = engine.progress.step
-        engine.compute()
-        computed = time.perf_counter()
-        engine.finish()
-        synced = time.perf_counter()
-        scalars = engine.barrier(self.stop.is_set(), self.switch is not None)
-        self.last = (step, scalars)
-        generation = self.presence.generation
-        if engine.reports:
-            self._say("commit", generation=generation, step=step, scalars=scalars.to_list())
-        result = self._commit(scalars)
-        if engine.reports:
-            assert engine.place is not None
-            self._say(
-                "step",
-                generation=generation,
-                step=step,
-                replica=engine.place[0],
-                first_sample=first,
-                num_samples=count,
-                **vars(replace(result, compute_s=computed - started, sync_s=synced - computed)),
-                step_s=time.perf_counter() - started,
-            )
-        if scalars.stop > 0:
-            self.done_at = (engine.progress.step, generation)
-        return scalars.switch > 0
-
-    def _commit(self, scalars: Scalars) -> Any:
+    def commit(self, scalars: Scalars) -> StepResult:
+        """Apply the step whose gradients are final."""
         result = self.engine.commit(scalars)
         self.presence.committed = self.engine.progress.step
         return result
@@ -396,7 +382,7 @@ class Session:
         old = self.engine.leave()
         if formation is None:
             bury([old[0].close], old)
-            self._say("switched", generation=order.generation, committed=committed)
+            self.say("switched", generation=order.generation, committed=committed)
             self.plan = None
             return
         self.plan = formation.plan
@@ -404,55 +390,10 @@ class Session:
         moves = tuple(Transfer(**move.model_dump()) for move in order.transfers)
         num_bytes = self._enter(formation.plan, comms, moves)
         bury([old[0].close], old)
-        self._say(
+        self.say(
             "switched",
             generation=order.generation,
             committed=committed,
             bytes_moved=num_bytes,
             phases_s=self.times,
         )
-
-    # ---- held-out loss, checkpoints, the end
-
-    def _due(self) -> bool:
-        """Do what is due after the last step; returns whether training has ended here."""
-        engine, train = self.engine, self.job.train
-        step = engine.progress.step
-        stopped = self.done_at is not None and self.done_at[0] == step
-        last = stopped or step >= train.steps
-        if self.orphaned.is_set() and last:
-            return True
-        if engine.corpus.num_holdout and step and (last or _every(train.eval_every, step)):
-            self._once("holdout", lambda: self._say("holdout", step=step, loss=engine.holdout_loss()))
-        if step and (last or _every(train.checkpoint_every, step)):
-            self._once("save", self._save)
-        if last:
-            self._say("done", step=step, stopped=stopped and step < train.steps)
-        return last
-
-    def _once(self, what: str, act: Callable[[], None]) -> None:
-        """Do `act` once per step and generation: after a recovery it is due again."""
-        key = (self.engine.progress.step, self.presence.generation)
-        if self._done.get(what) != key:
-            act()
-            self._done[what] = key
-
-    def _save(self) -> None:
-        """Write this device's shard and tell the controller, which alone publishes."""
-        started = time.monotonic()
-        fields: dict[str, Any] = {"progress": progress_json(self.engine.progress)}
-        try:
-            _, shard = self.engine.save()
-            fields["shard"] = shard_to_json(shard)
-        except (OSError, SafetensorError) as error:
-            fields["error"] = str(error)
-        self._say("shard", generation=self.presence.generation, seconds=time.monotonic() - started, **fields)
-
-    def _save_orphaned(self) -> None:
-        """The controller is gone: leave the state on disk, unpublished, for whoever resumes the run."""
-        if self.engine.plan is not None and self.engine.progress.step:
-            self._save()
-
-
-def _every(interval: int, step: int) -> bool:
-    return bool(interval) and step % interval == 0

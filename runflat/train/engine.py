@@ -13,6 +13,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig
 
 from runflat.config import TrainSection
+from runflat.parallel.casts import lift_forward
 from runflat.parallel.comms import Comms, Group, Network
 from runflat.parallel.grad_sync import GradSync
 from runflat.parallel.loss import num_targets
@@ -21,13 +22,15 @@ from runflat.parallel.optimizer import OptimizerSettings, build_optimizer
 from runflat.parallel.shard import ShardedModel, WeightSource, initial_weights, safetensors_weights
 from runflat.parallel.tp_plan import ShardingRules, build_meta_model, read_rules
 from runflat.plan.batch import micro_batches
+from runflat.plan.cost import device_memory
 from runflat.plan.plan import Place, Plan
 from runflat.plan.sync_groups import SyncLayout, sync_layout
 from runflat.plan.units import ModelSpec, param_ranges
 from runflat.train.checkpoint import Progress, ShardFile, check_model, open_checkpoint
-from runflat.train.data import Corpus
+from runflat.train.data import Corpus, sample_hash
+from runflat.train.emulate import DeviceModel, Pace, step_seconds
 from runflat.train.shards import checkpoint_tensors, load_optimizer_state, write_shard
-from runflat.train.step import Scalars, StepResult, Trainer, apply, backward, barrier
+from runflat.train.step import Scalars, StepResult, Trainer, apply, barrier
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 Held = dict[str, tuple[int, ...]]
@@ -41,10 +44,13 @@ class Job(BaseModel):
     hf_config: dict[str, Any]
     attention: str | None
     tp_full: int
-    corpus: dict[str, Any]
+    seq_len: int
+    corpus: dict[str, Any] | None
     train: TrainSection
     run: str
     from_dir: str | None = None
+    emulated: DeviceModel | None = None
+    memory_bytes: int | None = None
     inject: list[dict[str, Any]] = []
 
 
@@ -101,10 +107,11 @@ class Engine:
         self.job = job
         self.device = device
         self.dtype = DTYPES[job.train.dtype]
-        self.corpus = Corpus.from_json(job.corpus)
+        self.corpus = Corpus.from_json(job.corpus) if job.corpus else None
         self.settings = optimizer_settings(job.train)
         self.progress = Progress(0, 0, 0, "")
         self.final: Final | None = None
+        self._computed: Final | None = None
         self._phase = phase
         self._meta = build_meta_model(hf_config(job.hf_config), self.dtype, job.attention)
         self.rules: ShardingRules = read_rules(self._meta, job.tp_full)
@@ -113,6 +120,7 @@ class Engine:
         self.place: Place | None = None
         self._comms: Comms | None = None
         self._entered = False
+        self.pace = Pace() if job.emulated else None
 
     @property
     def spec(self) -> ModelSpec:
@@ -120,6 +128,21 @@ class Engine:
         return self.rules.spec
 
     # ---- from plan to plan
+
+    def memory_short(self, plan: Plan, place: Place) -> tuple[int, int] | None:
+        """(bytes that `plan` needs here, bytes that there are) where the latter are fewer; None where it fits.
+
+        The limit is the declared one, else what a GPU reports; main memory is not a device's own, so it has none.
+        """
+        limit = self.job.memory_bytes
+        if limit is None and self.device.type == "cuda":
+            limit = torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device)
+        if limit is None:
+            return None
+        replica = plan.replica(place[0])
+        size = min(replica.num_sequences, self.job.train.micro_batch)
+        need = device_memory(self.spec, replica, place[1], self.job.seq_len, size, self.dtype.itemsize).total_bytes
+        return (need, limit) if need > limit else None
 
     def layout(self, plan: Plan) -> SyncLayout:
         """Buckets and sync groups of `plan`."""
@@ -134,18 +157,24 @@ class Engine:
             check_model(saved, self.spec)
         source = self._source(checkpoint)
         if self.sharded is None:
-            alone = Group(plan.generation, "alone", (place,), place, None, Network())
-            self.sharded = ShardedModel(self._meta, self.rules, held, alone, source, self.dtype, self.device)
+            self._materialize(held, source)
         else:
             self.sharded.hold(held, self._read(source, held))
-        self.sharded.model.train()
-        self.optimizer = build_optimizer(self.spec, self.sharded.params, self.settings)
+        self.optimizer = build_optimizer(self.spec, self.params, self.settings)
         self.progress = Progress(0, 0, 0, "")
         if saved is not None:
             ranges = {param.name: param_ranges(self.spec, param, held) for param in self.spec.params}
-            load_optimizer_state(self.optimizer, self.spec, self.sharded.params, ranges, saved)
+            load_optimizer_state(self.optimizer, self.spec, self.params, ranges, saved)
             self.progress = saved.progress
         self.final = None
+
+    def _materialize(self, held: Held, source: WeightSource) -> None:
+        nobody = (0, 0)
+        alone = Group(0, "alone", (nobody,), nobody, None, Network())
+        self.sharded = ShardedModel(self._meta, self.rules, held, alone, source, self.dtype, self.device)
+        self.sharded.model.train()
+        if self.job.train.lift_casts:
+            lift_forward(self.sharded.model)
 
     def _read(self, source: WeightSource, held: Held) -> dict[str, nn.Parameter]:
         return {
@@ -175,10 +204,13 @@ class Engine:
         return self.sharded.held
 
     def adopt(self, held: Held, state: ShardState) -> None:
-        """Take over a shard of other units, with its optimizer state as of `progress`."""
-        assert self.sharded is not None
-        params = {name: nn.Parameter(tensor) for name, tensor in state.tensors["weight"].items()}
-        self.sharded.hold(held, params)
+        """Take over a shard of other units (the first one, on a newcomer), with its optimizer state."""
+        weights = state.tensors["weight"]
+        if self.sharded is None:
+            self._materialize(held, lambda param, ranges: weights[param.name])
+        else:
+            self.sharded.hold(held, {name: nn.Parameter(tensor) for name, tensor in weights.items()})
+        params = self.params
         self.optimizer = build_optimizer(self.spec, params, self.settings)
         if state.optimizer_step:
             install_moments(self.optimizer, params, state)
@@ -204,6 +236,13 @@ class Engine:
             self._phase,
         )
         self._entered = True
+        if self.pace is not None:
+            self.pace.rebase(self._declared_step_s(plan, place))
+
+    def _declared_step_s(self, plan: Plan, place: Place) -> float:
+        assert self.job.emulated is not None
+        layout, micro_batch = self.layout(plan), self.job.train.micro_batch
+        return step_seconds(self.job.emulated, self.spec, plan, layout, place, self.job.seq_len, micro_batch)
 
     def leave(self) -> list[Any]:
         """Stop using the groups in force; returns them and what a collective in flight may still write to.
@@ -227,30 +266,53 @@ class Engine:
         return self.place[1] == self.plan.replica(self.place[0]).live_slots[0]
 
     def samples(self) -> tuple[int, int]:
-        """(first sample, count) of this replica's share of the next step."""
+        """(first sample, count) of this replica's share of the next step, which begins anew."""
+        self.final = self._computed = None
         assert self.plan is not None
         assert self.place is not None
         before = sum(r.num_sequences for r in self.plan.replicas if r.replica < self.place[0])
         return self.progress.num_samples + before, self.plan.replica(self.place[0]).num_sequences
 
     def compute(self) -> None:
-        """Backward of the next step; the exchange of gradients is under way when it returns."""
-        self.final = None
+        """Forward and backward of the next step on the corpus; the exchange is under way when it returns."""
+        assert self.corpus is not None
         first, count = self.samples()
-        batches = self._tensors(self.corpus.train_sequences(first, count))
-        loss_sum, tokens = backward(self._trainer, batches, batches)
-        self._computed = Final(self.progress.step, loss_sum, tokens)
+        parts = self.micro_batches(torch.from_numpy(self.corpus.train_sequences(first, count)))
+        for index, batch in enumerate(parts):
+            self._phase("forward")
+            loss = self._trainer.model(input_ids=batch, labels=batch, use_cache=False).loss
+            self.backward(loss, num_targets(batch), last=index == len(parts) - 1)
+
+    def backward(self, loss: torch.Tensor, num_targets: int, last: bool) -> None:
+        """Gradients of one micro-batch's loss sum; the first clears older ones, the `last` starts the exchange."""
+        if self._computed is None:
+            self._trainer.sync.zero()
+            self._computed = Final(self.progress.step, 0.0, 0)
+        if last:
+            self._trainer.sync.arm()
+        self._phase("backward")
+        loss.backward()
+        self._computed = Final(
+            self.progress.step,
+            self._computed.loss_sum + float(loss.detach()),
+            self._computed.num_targets + num_targets,
+        )
+        if last and self.pace is not None:
+            self.pace.computed()
 
     def finish(self) -> None:
         """Wait for the exchange: gradients of the next step are final on this device afterwards."""
         self._phase("sync")
         self._trainer.sync.finish()
-        self.final = self._computed
+        self.final, self._computed = self._computed, None
 
     def barrier(self, stop: bool, switch: bool) -> Scalars:
         """The step's all-reduce: its result proves that all devices have final gradients."""
         assert self.final is not None
         self._phase("commit")
+        if self.pace is not None:
+            assert self._comms is not None
+            self.pace.meet(self._comms)
         return barrier(self._trainer, self.final.loss_sum, self.final.num_targets, stop, switch)
 
     def commit(self, scalars: Scalars) -> StepResult:
@@ -267,17 +329,27 @@ class Engine:
             step=step + 1,
             optimizer_step=self.progress.optimizer_step + (not result.skipped),
             num_samples=self.progress.num_samples + batch,
-            sample_hash=self.corpus.sample_hash(self.progress.sample_hash, step, used),
+            sample_hash=self._sample_hash(step, used),
         )
         self.final = None
         return result
 
-    def _tensors(self, sequences: Any) -> list[torch.Tensor]:
-        whole = torch.from_numpy(sequences)
-        sizes = micro_batches(len(whole), self.job.train.micro_batch)
-        return [part.to(self.device) for part in whole.split(list(sizes))]
+    def _sample_hash(self, step: int, used: range) -> str:
+        if self.corpus is not None:
+            return self.corpus.sample_hash(self.progress.sample_hash, step, used)
+        return sample_hash(self.progress.sample_hash, step, [(number, number) for number in used])
+
+    def micro_batches(self, sequences: torch.Tensor) -> list[torch.Tensor]:
+        """`sequences` [B, T] in pieces of at most the configured micro-batch, on this worker's device."""
+        sizes = micro_batches(len(sequences), self.job.train.micro_batch)
+        return [part.to(self.device) for part in sequences.split(list(sizes))]
 
     # ---- beside training
+
+    @property
+    def num_holdout(self) -> int:
+        """Held-out sequences; none where the loop brings its own data."""
+        return self.corpus.num_holdout if self.corpus else 0
 
     @torch.no_grad()
     def holdout_loss(self) -> float:
@@ -285,14 +357,15 @@ class Engine:
         assert self.plan is not None
         assert self.place is not None
         assert self.sharded is not None
+        assert self.corpus is not None
         model = self.sharded.model
         numbers = [replica.replica for replica in self.plan.replicas]
-        count, index, size = self.corpus.num_holdout, numbers.index(self.place[0]), len(numbers)
+        count, index, size = self.num_holdout, numbers.index(self.place[0]), len(numbers)
         start, stop = index * count // size, (index + 1) * count // size
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
         model.eval()
         if stop > start:
-            for batch in self._tensors(self.corpus.holdout(start, stop - start)):
+            for batch in self.micro_batches(torch.from_numpy(self.corpus.holdout(start, stop - start))):
                 loss = model(input_ids=batch, labels=batch, use_cache=False).loss
                 total += torch.tensor([float(loss), num_targets(batch)], dtype=torch.float64, device=self.device)
         model.train()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from runflat.check.casts import LiftCasts, lift_forward
+from runflat.parallel.casts import LiftCasts, lift_forward
 
 X = torch.rand(3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
