@@ -102,7 +102,7 @@ def test_replica_that_leaves_is_said(capsys: pytest.CaptureFixture[str]) -> None
     """Catches a replica that vanishes from the tables without a word."""
     dead = [part for slot in range(1, 8) for part in ("--dead", f"1:{slot}")]
     out = plan(capsys, "--model", "llama", "--tp", "8", "--replicas", "4", "--sequences", "4", *dead)
-    assert "replicas 1 leave the plan" in out
+    assert "replica 1 left out" in out
 
 
 def test_flags_reach_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -112,6 +112,7 @@ def test_positions_depend_on_the_model_alone(make_spec: MakeSpec) -> None:
         for position in range(max(positions.values()) + 1)
     ]
     assert all(sum(size) <= BUCKET_BYTES or len(size) == 1 for size in sizes)
+    assert set(bucket_positions(spec, 1, 4).values()) == set(range(len(sharded)))
     assert all(sum(size) + after[0] > BUCKET_BYTES for size, after in zip(sizes, sizes[1:], strict=False))
 
 
