@@ -19,7 +19,22 @@ from runflat.elastic.agree import agree
 from runflat.elastic.duties import Duties
 from runflat.elastic.formation import Address, Formation, bury
 from runflat.elastic.inject import Striker
-from runflat.elastic.orders import Abort, Exit, Go, Order, PlanOrder, Prepare, Resume, Stop, Switch, Unprepare
+from runflat.elastic.joining import Feeds, Newcomer, self_test
+from runflat.elastic.orders import (
+    Abort,
+    Exit,
+    Feed,
+    Go,
+    Order,
+    PlanOrder,
+    Prepare,
+    Receive,
+    Resume,
+    Stop,
+    Switch,
+    Unfeed,
+    Unprepare,
+)
 from runflat.elastic.presence import Heart, Presence
 from runflat.elastic.stepping import Step
 from runflat.elastic.strike import announce_pid, suffer
@@ -53,8 +68,12 @@ class Channel(Protocol):
 class Session:
     """One worker process (or thread, in tests)."""
 
-    def __init__(self, job: Job, device_id: str, channel: Channel, store: Address, index: int):
-        """`store` is where the process groups meet; `index` numbers the workers of this machine."""
+    def __init__(self, job: Job, device_id: str, channel: Channel, store: Address, index: int, returning: bool = False):
+        """`store` is where the process groups meet; `index` numbers the workers of this machine.
+
+        `returning`: the device has been here before, or is a spare: it tests itself before it may join.
+        """
+        self.returning = returning
         self.job = job
         self.device_id = device_id
         self.channel = channel
@@ -78,6 +97,8 @@ class Session:
         self.plan: Plan | None = None
         self.resume: Resume | None = None
         self.prepared: Formation | None = None
+        self.newcomer: Newcomer | None = None
+        self.feeds = Feeds(self.engine, device_id, self.sockets.exempt.add)
         self.switch: Switch | None = None
         self.last: Scalars | None = None
         self.stop_at: int | None = None
@@ -96,7 +117,6 @@ class Session:
                 continue
             elif isinstance(order, Switch):
                 self.switch = order
-                continue
             elif isinstance(order, Exit):
                 self._leave_below(FOREVER)
             self.orders.put(order)
@@ -144,10 +164,16 @@ class Session:
         heart = Heart(self.presence, self.channel.send)
         announce_pid(Path(self.job.run), self.device_id)
         self.say("hello", pid=os.getpid())
+        if self.returning:
+            self._phase("selftest")
+            problem = self_test(self.engine.device)
+            self.say("selftested", ok=not problem, text=problem)
         try:
             while (order := self._next()) is not None and not isinstance(order, Exit):
                 if isinstance(order, Go):
                     yield from self._go()
+                elif isinstance(order, Switch):
+                    yield from self._join(order)
                 else:
                     self._obey(order)
             if order is None and self.engine.progress.step:
@@ -169,6 +195,15 @@ class Session:
             self._prepare(order)
         elif isinstance(order, Unprepare):
             self._unprepare()
+            self._forget_newcomer()
+        elif isinstance(order, Receive):
+            self._forget_newcomer()
+            self._phase("copy")
+            self.newcomer = Newcomer(self.engine, self.device_id, order, self.say, self.sockets.exempt.add)
+        elif isinstance(order, Feed):
+            self.feeds.start(order)
+        elif isinstance(order, Unfeed):
+            self.feeds.stop(order.target)
 
     def _lap(self, name: str) -> None:
         now = time.monotonic()
@@ -183,8 +218,10 @@ class Session:
         if kept:
             comms = kept[0]
             self.sockets.abort(comms.generation)
-            bury([comms.close], kept)
+            _drop(kept)
+        self.feeds.stop_all()
         self._unprepare()
+        self._forget_newcomer()
 
     def _answer_abort(self, order: Abort) -> None:
         self.times = {}
@@ -235,26 +272,44 @@ class Session:
 
     def _go(self) -> Iterator[Step]:
         """Form the groups of the plan taken, move what must move, compare, and train until something ends it."""
-        assert self.plan is not None
-        assert self.resume is not None
-        moves = tuple(Transfer(**move.model_dump()) for move in self.resume.transfers)
         try:
-            self._phase("form")
-            formation = self._form(self.plan)
-            try:
-                comms = formation.wait()
-            except (AbortedError, CommsError):
-                formation.abandon()
-                raise
-            self._lap("form")
-            self.say("formed", generation=self.plan.generation, form_s=formation.seconds)
-            num_bytes = self._enter(self.plan, comms, moves)
-            self.say("running", generation=self.plan.generation, bytes_moved=num_bytes, phases_s=self.times)
-            yield from self._train()
+            yield from self._form_and_train()
         except AbortedError:
             return  # the abort order is next in the queue
         except CommsError as error:
             self._suspect(error)
+
+    def _join(self, order: Switch) -> Iterator[Step]:
+        """A newcomer that has been fed goes over to the prepared plan together with all the others."""
+        if self.newcomer is None or self.prepared is None or order is not self.switch:
+            return  # of a change that was given up meanwhile
+        self.plan = self.newcomer.plan
+        self.presence.generation = self.plan.generation
+        try:
+            self._phase("join")
+            self._go_over()
+            yield from self._train()
+        except AbortedError:
+            return
+        except CommsError as error:
+            self._suspect(error)
+
+    def _form_and_train(self) -> Iterator[Step]:
+        assert self.plan is not None
+        assert self.resume is not None
+        moves = tuple(Transfer(**move.model_dump()) for move in self.resume.transfers)
+        self._phase("form")
+        formation = self._form(self.plan)
+        try:
+            comms = formation.wait()
+        except (AbortedError, CommsError):
+            formation.abandon()
+            raise
+        self._lap("form")
+        self.say("formed", generation=self.plan.generation, form_s=formation.seconds)
+        num_bytes = self._enter(self.plan, comms, moves)
+        self.say("running", generation=self.plan.generation, bytes_moved=num_bytes, phases_s=self.times)
+        yield from self._train()
 
     def _suspect(self, error: CommsError) -> None:
         """A collective failed. That names nobody: report it and wait for what the controller makes of it."""
@@ -283,21 +338,27 @@ class Session:
         engine.join(comms)
         self._phase("transfer")
         engine.progress = agree(comms, engine.progress if self.base else None)
-        old = self.base or plan
         num_bytes = 0
+        if self.newcomer is not None:
+            num_bytes = self.newcomer.take_over(engine.progress.step, self.network.timeout_s)
+            self.base = plan
+        old = self.base or plan
         if moves or self.base is None or self.base.generation != plan.generation:
             change = Change(engine.spec, old, plan, moves, self.device_id, engine.dtype, engine.device)
             state = read_state(engine.params, engine.optimizer) if self.base else NOTHING
             moved = execute_transfers(change, state, comms)
             engine.adopt(change.held(plan), moved.state)
-            num_bytes = moved.received_bytes
+            num_bytes += moved.received_bytes
         self.base = plan
         self._lap("transfer")
         self._phase("digest")
         engine.enter(plan, place, comms)
         self._compare(plan, comms)
         self._lap("digest")
+        self.feeds.stop_all()
+        self._forget_newcomer()
         self.presence.generation = plan.generation
+        self.presence.committed = engine.progress.step
         return num_bytes
 
     def _compare(self, plan: Plan, comms: Any) -> None:
@@ -344,6 +405,11 @@ class Session:
         self.prepared = None
         self.switch = None
 
+    def _forget_newcomer(self) -> None:
+        if self.newcomer is not None:
+            self.newcomer.close()
+        self.newcomer = None
+
     # ---- training
 
     def _train(self) -> Iterator[Step]:
@@ -370,9 +436,9 @@ class Session:
                 order = self.orders.get_nowait()
             except queue.Empty:
                 return
-            if isinstance(order, Prepare | Unprepare):
+            if isinstance(order, Prepare | Unprepare | Feed | Unfeed):
                 self._obey(order)
-            elif order is not None:
+            elif order is not None and not isinstance(order, Switch):
                 self.orders.put(order)
                 return
 
@@ -383,7 +449,9 @@ class Session:
     def commit(self, scalars: Scalars) -> StepResult:
         """Apply the step whose gradients are final."""
         self.last = scalars
-        result = self.engine.commit(scalars)
+        with self.feeds.lock:
+            result = self.engine.commit(scalars)
+            self.feeds.after_commit(result)
         self.presence.committed = self.engine.progress.step
         return result
 
@@ -396,7 +464,7 @@ class Session:
         self.times, self._mark = {}, time.monotonic()
         old = self.engine.leave()
         if formation is None:
-            bury([old[0].close], old)
+            _drop(old)
             self.say("switched", generation=order.generation, committed=committed)
             self.plan = None
             return
@@ -404,7 +472,7 @@ class Session:
         comms = formation.wait()
         moves = tuple(Transfer(**move.model_dump()) for move in order.transfers)
         num_bytes = self._enter(formation.plan, comms, moves)
-        bury([old[0].close], old)
+        _drop(old)
         self.say(
             "switched",
             generation=order.generation,
@@ -412,3 +480,9 @@ class Session:
             bytes_moved=num_bytes,
             phases_s=self.times,
         )
+
+
+def _drop(left: list[Any]) -> None:
+    """Drop the groups that `Engine.leave` gave, and what it may still write to, on a side thread."""
+    if left:
+        bury([left[0].close], left)
