@@ -42,7 +42,7 @@ EXACT: tuple[str, ...] = ("--model.preset", "tiny", "--layout.tp", "4", "--layou
 EXACT += ("--train.steps", "12", "--train.global_batch", "14", "--train.dtype", "float64", "--train.lift_casts")
 LAYOUT = ("--layout.tp", "4", "--layout.replicas", "2")
 OTHER_LAYOUT = ("--layout.tp", "3", "--layout.replicas", "1")
-TO_COMPARED = ("--train.stop_after", str(COMPARED_STEP), "--data.holdout_fraction", "0")
+TO_COMPARED = ("--train.stop_after", str(COMPARED_STEP))
 
 
 @dataclass(frozen=True)
