@@ -7,35 +7,30 @@ sockets of the generations that are to be left. All other orders wait in a queue
 from __future__ import annotations
 
 import os
-import queue
-import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from runflat.cluster.events import event_to_json
 from runflat.elastic.agree import agree
 from runflat.elastic.duties import Duties
 from runflat.elastic.formation import Address, Formation, bury
+from runflat.elastic.inbox import Channel, Inbox
 from runflat.elastic.inject import Striker
-from runflat.elastic.joining import Feeds, Newcomer, self_test
+from runflat.elastic.joining import self_test
 from runflat.elastic.orders import (
     Abort,
     Exit,
-    Feed,
     Go,
     Order,
     PlanOrder,
-    Prepare,
     Receive,
     Resume,
-    Stop,
     Switch,
-    Unfeed,
-    Unprepare,
 )
 from runflat.elastic.presence import Heart, Presence
+from runflat.elastic.prospects import ORDERS, Prospects
 from runflat.elastic.stepping import Step
 from runflat.elastic.strike import announce_pid, suffer
 from runflat.errors import RunError
@@ -51,18 +46,6 @@ from runflat.train.job import Job, worker_device
 from runflat.train.step import Scalars, StepResult
 
 FORM_TIMEOUT_S = 5.0
-FOREVER = 1 << 60
-"""A generation above all: everything is to be left."""
-
-
-class Channel(Protocol):
-    """A worker's end of the connection to the controller."""
-
-    def send(self, message: Mapping[str, Any]) -> None:
-        """Deliver one JSON-ready message; nothing happens when the controller is gone."""
-
-    def receive(self) -> Order | None:
-        """The next order; None when the controller is gone."""
 
 
 class Session:
@@ -87,19 +70,14 @@ class Session:
             interrupt=self.interrupt,
             waiting=self._waiting,
         )
-        self.orders: queue.Queue[Order | None] = queue.Queue()
-        self.stop = threading.Event()
-        self.orphaned = threading.Event()
+        self.inbox = Inbox(channel, self._leave_below)
         self.striker = Striker(job.inject, device_id)
         self.engine = Engine(job, worker_device(index), self._phase)
         self.duties = Duties(self.engine, self.say)
         self.base: Plan | None = None
         self.plan: Plan | None = None
         self.resume: Resume | None = None
-        self.prepared: Formation | None = None
-        self.newcomer: Newcomer | None = None
-        self.feeds = Feeds(self.engine, device_id, self.sockets.exempt.add)
-        self.switch: Switch | None = None
+        self.prospects = Prospects(self.engine, device_id, self._form, self.say, self.sockets.exempt.add)
         self.last: Scalars | None = None
         self.stop_at: int | None = None
         self.times: dict[str, float] = {}
@@ -107,28 +85,12 @@ class Session:
 
     # ---- threads beside the main one
 
-    def listen(self) -> None:
-        """Take orders until the controller is gone; runs in a thread of its own."""
-        while (order := self.channel.receive()) is not None:
-            if isinstance(order, Abort):
-                self._leave_below(order.generation)
-            elif isinstance(order, Stop):
-                self.stop.set()
-                continue
-            elif isinstance(order, Switch):
-                self.switch = order
-            elif isinstance(order, Exit):
-                self._leave_below(FOREVER)
-            self.orders.put(order)
-        self.orphaned.set()
-        self.stop.set()
-        self.orders.put(None)
-
     def _leave_below(self, generation: int) -> None:
         """Wake the main thread out of every older generation, whatever it waits for."""
         self._mark = time.monotonic()
         self.interrupt.leave_below(generation)
-        for plan in (self.plan, self.prepared.plan if self.prepared else None):
+        prepared = self.prospects.formation
+        for plan in (self.plan, prepared.plan if prepared else None):
             if plan is not None and plan.generation < generation:
                 self.sockets.abort(plan.generation)
 
@@ -160,7 +122,7 @@ class Session:
         A step that could not commit because a device was lost comes again. Ends when the controller says `exit`, or is
         gone.
         """
-        threading.Thread(target=self.listen, name="orders", daemon=True).start()
+        self.inbox.start()
         heart = Heart(self.presence, self.channel.send)
         announce_pid(Path(self.job.run), self.device_id)
         self.say("hello", pid=os.getpid())
@@ -184,26 +146,17 @@ class Session:
     def _next(self) -> Order | None:
         """The next order. The controller's end of the channel bounds the wait: when it closes, None comes."""
         self.presence.enter("idle", "an order of the controller")
-        return self.orders.get()
+        return self.inbox.next()
 
     def _obey(self, order: Order) -> None:
         if isinstance(order, Abort):
             self._answer_abort(order)
         elif isinstance(order, PlanOrder):
             self._take_plan(order)
-        elif isinstance(order, Prepare):
-            self._prepare(order)
-        elif isinstance(order, Unprepare):
-            self._unprepare()
-            self._forget_newcomer()
-        elif isinstance(order, Receive):
-            self._forget_newcomer()
-            self._phase("copy")
-            self.newcomer = Newcomer(self.engine, self.device_id, order, self.say, self.sockets.exempt.add)
-        elif isinstance(order, Feed):
-            self.feeds.start(order)
-        elif isinstance(order, Unfeed):
-            self.feeds.stop(order.target)
+        elif isinstance(order, ORDERS):
+            if isinstance(order, Receive):
+                self._phase("copy")
+            self.prospects.obey(order)
 
     def _lap(self, name: str) -> None:
         now = time.monotonic()
@@ -219,9 +172,8 @@ class Session:
             comms = kept[0]
             self.sockets.abort(comms.generation)
             _drop(kept)
-        self.feeds.stop_all()
-        self._unprepare()
-        self._forget_newcomer()
+        self.prospects.forget_all()
+        self.inbox.switch = None
 
     def _answer_abort(self, order: Abort) -> None:
         self.times = {}
@@ -281,9 +233,10 @@ class Session:
 
     def _join(self, order: Switch) -> Iterator[Step]:
         """A newcomer that has been fed goes over to the prepared plan together with all the others."""
-        if self.newcomer is None or self.prepared is None or order is not self.switch:
+        newcomer = self.prospects.newcomer
+        if newcomer is None or self.prospects.formation is None or order is not self.inbox.switch:
             return  # of a change that was given up meanwhile
-        self.plan = self.newcomer.plan
+        self.plan = newcomer.plan
         self.presence.generation = self.plan.generation
         try:
             self._phase("join")
@@ -339,8 +292,8 @@ class Session:
         self._phase("transfer")
         engine.progress = agree(comms, engine.progress if self.base else None)
         num_bytes = 0
-        if self.newcomer is not None:
-            num_bytes = self.newcomer.take_over(engine.progress.step, self.network.timeout_s)
+        if self.prospects.newcomer is not None:
+            num_bytes = self.prospects.newcomer.take_over(engine.progress.step, self.network.timeout_s)
             self.base = plan
         old = self.base or plan
         if moves or self.base is None or self.base.generation != plan.generation:
@@ -355,8 +308,7 @@ class Session:
         engine.enter(plan, place, comms)
         self._compare(plan, comms)
         self._lap("digest")
-        self.feeds.stop_all()
-        self._forget_newcomer()
+        self.prospects.forget_all()
         self.presence.generation = plan.generation
         self.presence.committed = engine.progress.step
         return num_bytes
@@ -372,43 +324,6 @@ class Session:
             units = [f"{kind} {unit}" for kind, unit in differ]
             self.say("mismatch", generation=plan.generation, units=units)
             raise CommsError(f"holders of {', '.join(units[:5])} do not have the same bits.")
-
-    # ---- growth and orderly leaves: the next groups form while training goes on
-
-    def _prepare(self, order: Prepare) -> None:
-        plan = plan_from_json(order.plan)
-        if plan.place(self.device_id) is not None:
-            self._unprepare()
-            self.prepared = self._form(plan)
-            self.prepared_plan = plan
-        self._watch_preparation(order.generation)
-
-    def _watch_preparation(self, generation: int) -> None:
-        """Report when the prepared groups are there, from a side thread: the main thread trains on."""
-        formation = self.prepared
-
-        def watch() -> None:
-            try:
-                if formation is not None:
-                    formation.wait()
-                self.say("prepared", generation=generation)
-            except AbortedError:
-                return
-            except CommsError as error:
-                self.say("formfail", generation=generation, text=str(error))
-
-        threading.Thread(target=watch, name="prepare", daemon=True).start()
-
-    def _unprepare(self) -> None:
-        if self.prepared is not None:
-            self.prepared.abandon()
-        self.prepared = None
-        self.switch = None
-
-    def _forget_newcomer(self) -> None:
-        if self.newcomer is not None:
-            self.newcomer.close()
-        self.newcomer = None
 
     # ---- training
 
@@ -429,36 +344,29 @@ class Session:
                 self._go_over()
 
     def _poll(self) -> None:
-        """Between steps: orders that act on side threads are taken up here."""
+        """Between steps: leave if that is due, and take up orders that act beside training."""
         self.interrupt.check(self.presence.generation)
-        while True:
-            try:
-                order = self.orders.get_nowait()
-            except queue.Empty:
-                return
-            if isinstance(order, Prepare | Unprepare | Feed | Unfeed):
-                self._obey(order)
-            elif order is not None and not isinstance(order, Switch):
-                self.orders.put(order)
-                return
+        while (order := self.inbox.poll((*ORDERS, Switch))) is not None:
+            if isinstance(order, ORDERS):
+                self.prospects.obey(order)
 
     def wishes(self) -> tuple[bool, bool]:
         """Whether this device wants to stop, and to switch, after the step in flight."""
-        return self.stop.is_set(), self.switch is not None
+        return self.inbox.stop.is_set(), self.inbox.switch is not None
 
     def commit(self, scalars: Scalars) -> StepResult:
         """Apply the step whose gradients are final."""
         self.last = scalars
-        with self.feeds.lock:
+        with self.prospects.feeds.lock:
             result = self.engine.commit(scalars)
-            self.feeds.after_commit(result)
+            self.prospects.feeds.after_commit(result)
         self.presence.committed = self.engine.progress.step
         return result
 
     def _go_over(self) -> None:
         """At the boundary: take up the prepared plan, or leave if it has no place for this device."""
-        order, formation = self.switch, self.prepared
-        self.switch = self.prepared = None
+        order, formation = self.inbox.switch, self.prospects.take_groups()
+        self.inbox.switch = None
         assert order is not None
         committed = self.engine.progress.step
         self.times, self._mark = {}, time.monotonic()
