@@ -155,6 +155,12 @@ def _conclude(prepared: Prepared, summary: dict[str, Any], view: ProgressView) -
         f"{outcome} at step {summary['step']} after {summary['wall_s']:.0f} s: {loss}"
         + (f", held-out loss {held:.4f} nats per {unit}" if held is not None else "")
     )
+    emulated = summary["emulated"]
+    if emulated and not emulated["valid"]:
+        view.say(
+            f"warning: the emulated devices fell {emulated['late_s']:.1f} s behind the {emulated['billed_s']:.1f} s "
+            f"declared: the durations of this run are not valid. Declare slower devices, or free the machine."
+        )
     view.say(
         f"steps:      {run / 'steps.jsonl'}\n"
         f"summary:    {run / 'summary.json'}\n"

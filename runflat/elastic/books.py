@@ -30,6 +30,7 @@ from runflat.train.checkpoint import (
     save_failed,
     shard_from_json,
 )
+from runflat.train.emulate import kept_up
 
 REMEMBERED_STEPS = 4096
 """Steps whose place in the data is kept, for the case that the run goes back to one."""
@@ -82,6 +83,8 @@ class Books:
         """Of the last step: seconds that each replica waited for the slowest."""
         self._step_s: list[float] = []
         self._healthy_s: list[float] = []
+        self._billed_s = 0.0
+        self._late_s = 0.0
         self._pending: dict[int, dict[int, StepReport]] = {}
         self._commits: dict[int, tuple[int, tuple[float, ...]]] = {}
         self._shards: dict[tuple[int, int], dict[str, ShardFile]] = {}
@@ -183,6 +186,8 @@ class Books:
             self._step_s.append(record["step_s"])
             if len(plan.places) == self.facts.num_places:
                 self._healthy_s.append(record["step_s"])
+        self._billed_s += max((report.billed_s for report in reports.values()), default=0.0)
+        self._late_s += max((report.late_s for report in reports.values()), default=0.0)
         slowest = max((report.compute_s for report in reports.values()), default=0.0)
         self.waited_s = {number: slowest - report.compute_s for number, report in reports.items()}
         self.view.step(record)
@@ -263,6 +268,13 @@ class Books:
         """Median step under the full plan of this run; None if there was none."""
         return statistics.median(self._healthy_s) if self._healthy_s else None
 
+    def _emulated(self) -> dict[str, Any] | None:
+        """How well the clock of emulated devices was kept; None for real ones."""
+        if not self._billed_s:
+            return None
+        valid = kept_up(self._late_s, self._billed_s)
+        return {"billed_s": self._billed_s, "late_s": self._late_s, "valid": valid}
+
     def summary(self) -> dict[str, Any]:
         """What summary.json says of steps and samples."""
         median = statistics.median(self._step_s) if self._step_s else None
@@ -277,5 +289,6 @@ class Books:
             "median_step_s": median,
             "tokens_per_s": tokens / median if median else None,
             "num_params": self.facts.spec.num_params,
+            "emulated": self._emulated(),
             "checkpoint": str(self.checkpoint) if self.checkpoint else None,
         }

@@ -153,6 +153,10 @@ class StepReport(_Said):
     compute_s: float
     sync_s: float
     step_s: float
+    billed_s: float = 0.0
+    """Emulated: declared seconds of the step."""
+    late_s: float = 0.0
+    """Emulated: seconds by which real time fell behind in it."""
 
 
 class Suspect(_Said):

@@ -93,7 +93,9 @@ class Step:
         if engine.reports:
             assert engine.place is not None
             result = replace(result, compute_s=computed - self._started, sync_s=synced - computed)
-            fields: dict[str, Any] = vars(result)
+            fields: dict[str, Any] = dict(vars(result))
+            if engine.pace is not None:
+                fields |= {"billed_s": engine.pace.billed_s, "late_s": engine.pace.late_s}
             host.say(
                 "step",
                 generation=self._generation,

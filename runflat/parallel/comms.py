@@ -59,6 +59,12 @@ class Interrupt:
         if generation < self.target:
             raise AbortedError(f"generation {generation} was left for generation {self.target}.")
 
+    def rest(self, generation: int, seconds: float) -> None:
+        """Sleep; raises `AbortedError` as soon as `generation` is to be left."""
+        with self.changed:
+            self.changed.wait_for(lambda: generation < self.target, seconds)
+        self.check(generation)
+
 
 @dataclass(frozen=True)
 class Network:

@@ -26,7 +26,7 @@ from runflat.plan.units import ModelSpec
 BACKWARD_SHARE = 2 / 3
 """Part of a step's computation that is backward: gradient exchange is billed only where it outlasts that."""
 LATE_SHARE = 0.05
-"""A run whose lateness grew by more than this part of its billed time is invalid."""
+"""A run that fell behind by more than this part of its billed time is invalid."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,10 @@ def step_seconds(
 
 
 class Pace:
-    """The virtual clock of one device."""
+    """The virtual clock of one device.
+
+    `billed_s` and `late_s` are of the last step: its declared seconds, and those by which real time fell behind.
+    """
 
     def __init__(
         self, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
@@ -77,8 +80,12 @@ class Pace:
         self.billed_s = 0.0
 
     def rebase(self, step_s: float) -> None:
-        """A plan begins, in which a step of this device takes `step_s`: the time until now was real, not billed."""
-        self._base = self._clock() - self._virtual_s
+        """A plan begins, in which a step of this device takes `step_s`: the time until now was real, not billed.
+
+        All devices of the plan begin at zero: a newcomer's clock must not lag behind that of the others.
+        """
+        self._base = self._clock()
+        self._virtual_s = 0.0
         self.step_s = step_s
 
     def computed(self, factor: float = 1.0) -> None:
@@ -97,15 +104,13 @@ class Pace:
         latest = torch.tensor([self._own_end_s], dtype=torch.float64)
         comms.world.all_reduce(latest, "max")
         end_s = float(latest)
-        self.billed_s += end_s - self._virtual_s
+        self.billed_s = end_s - self._virtual_s
         self._virtual_s = end_s
         # Work after the bill (exchange, update) is absorbed by the next step's sleep; what is left then is lateness.
-        late_s = self._clock() - self._base - self._virtual_s
-        if late_s > self.step_s:
-            self.late_s += late_s - self.step_s
-            self._base += late_s - self.step_s
+        self.late_s = max(self._clock() - self._base - self._virtual_s - self.step_s, 0.0)
+        self._base += self.late_s
 
-    @property
-    def valid(self) -> bool:
-        """Whether real time kept up with the declared one."""
-        return self.late_s <= LATE_SHARE * max(self.billed_s, self.step_s)
+
+def kept_up(late_s: float, billed_s: float) -> bool:
+    """Whether real time kept up with the declared one over a run."""
+    return late_s <= LATE_SHARE * billed_s

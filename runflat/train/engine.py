@@ -67,7 +67,7 @@ class Engine:
         self.place: Place | None = None
         self._comms: Comms | None = None
         self._entered = False
-        self.pace = Pace() if job.emulated else None
+        self.pace = Pace(sleep=self._rest) if job.emulated else None
         self._slow = (1.0, 0.0)
         self._begun = time.monotonic()
 
@@ -203,7 +203,12 @@ class Engine:
         if self.pace is not None:
             self.pace.computed(factor)
         elif factor > 1:
-            time.sleep((factor - 1) * (time.monotonic() - self._begun))
+            self._rest((factor - 1) * (time.monotonic() - self._begun))
+
+    def _rest(self, seconds: float) -> None:
+        """Sleep in place of a computation; as that would, it ends when the generation is left."""
+        assert self._comms is not None
+        self._comms.network.interrupt.rest(self._comms.generation, seconds)
 
     def leave(self) -> list[Any]:
         """Stop using the groups in force; returns them and what a collective in flight may still write to.
