@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from runflat.cluster.events import event_to_json
-from runflat.elastic.agree import agree
-from runflat.elastic.duties import Duties
+from runflat.elastic.agree import agree, differing_units
+from runflat.elastic.copies import Copies, place_held
+from runflat.elastic.duties import Duties, every
 from runflat.elastic.formation import Address, Formation, bury
 from runflat.elastic.inbox import Channel, Inbox
 from runflat.elastic.inject import Striker
@@ -35,9 +36,7 @@ from runflat.elastic.stepping import Step
 from runflat.elastic.strike import announce_pid, suffer
 from runflat.errors import RunError
 from runflat.parallel.comms import AbortedError, CommsError, Interrupt, Network
-from runflat.parallel.digest import compare, unit_digests
 from runflat.parallel.move import NOTHING, Change, execute_transfers, read_state
-from runflat.parallel.optimizer import learning_rate
 from runflat.parallel.sockets import Sockets
 from runflat.plan.plan import Place, Plan, plan_from_json
 from runflat.plan.transfers import Transfer
@@ -78,6 +77,7 @@ class Session:
         self.plan: Plan | None = None
         self.resume: Resume | None = None
         self.prospects = Prospects(self.engine, device_id, self._form, self.say, self.sockets.exempt.add)
+        self.copies = Copies(self.engine, device_id, store, self.sockets.exempt.add) if job.train.memory_every else None
         self.last: Scalars | None = None
         self.stop_at: int | None = None
         self.times: dict[str, float] = {}
@@ -189,6 +189,7 @@ class Session:
             complete=engine.final is not None,
             holds=self.base.generation if self.base else -1,
             scalars=self.last.to_list() if self.last else None,
+            memory=self.copies.listing() if self.copies else [],
         )
 
     # ---- entering one
@@ -208,6 +209,8 @@ class Session:
             engine.build(plan, place, resume.checkpoint)
             self.base = plan
             self.duties.excuse(plan.generation)
+        elif resume.action == "memory":
+            self._recall(resume.committed)
         elif resume.action == "forward" and engine.progress.step == resume.committed - 1:
             assert resume.scalars is not None
             self.commit(Scalars(*resume.scalars))
@@ -215,6 +218,15 @@ class Session:
         self._phase("barrier")
         self._lap("barrier")
         self.say("ready", generation=plan.generation)
+
+    def _recall(self, step: int) -> None:
+        """Go back to what there is in memory of `step`: this device's own state, and copies of others."""
+        found = self.copies.combined(step) if self.copies else None
+        self.base = None
+        if found is not None:
+            self.base, state, self.engine.progress = found
+            self.engine.adopt(place_held(self.engine.spec, self.base, self.device_id), state)
+            self.presence.committed = step
 
     def _place(self, plan: Plan) -> Place:
         place = plan.place(self.device_id)
@@ -306,24 +318,17 @@ class Session:
         self._lap("transfer")
         self._phase("digest")
         engine.enter(plan, place, comms)
-        self._compare(plan, comms)
+        differ = differing_units(engine, comms)
+        if differ:
+            self.say("mismatch", generation=plan.generation, units=differ)
+            raise CommsError(f"holders of {', '.join(differ[:5])} do not have the same bits.")
+        if self.copies is not None:
+            self.copies.learn(plan)
         self._lap("digest")
         self.prospects.forget_all()
         self.presence.generation = plan.generation
         self.presence.committed = engine.progress.step
         return num_bytes
-
-    def _compare(self, plan: Plan, comms: Any) -> None:
-        engine = self.engine
-        progress = engine.progress
-        scalars = (float(progress.step), float(progress.optimizer_step), learning_rate(engine.settings, progress.step))
-        state = read_state(engine.params, engine.optimizer)
-        held = engine.held
-        differ = compare(engine.spec, unit_digests(engine.spec, held, state.tensors, scalars), comms)
-        if differ:
-            units = [f"{kind} {unit}" for kind, unit in differ]
-            self.say("mismatch", generation=plan.generation, units=units)
-            raise CommsError(f"holders of {', '.join(units[:5])} do not have the same bits.")
 
     # ---- training
 
@@ -361,6 +366,8 @@ class Session:
             result = self.engine.commit(scalars)
             self.prospects.feeds.after_commit(result)
         self.presence.committed = self.engine.progress.step
+        if self.copies is not None and self.base and every(self.job.train.memory_every, self.presence.committed):
+            self.copies.snapshot(self.base)
         return result
 
     def _go_over(self) -> None:

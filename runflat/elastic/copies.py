@@ -1,0 +1,257 @@
+"""Copies in memory: every so many steps each device keeps its state, and gives a copy to a device elsewhere.
+
+They serve when some unit has no live holder: everybody goes back to the newest step of which all units can be put
+together from what devices have. The copy goes to another slot of another replica where there is one, in the background.
+Two steps are kept, so that an incomplete newer copy never replaces a complete older one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import queue
+import secrets
+import socket
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore
+
+from runflat.elastic.formation import Address
+from runflat.elastic.frames import MAX_HELLO_BYTES, Connection, Copy, FeedError, Hello, inode, payload_tensors
+from runflat.errors import RunError
+from runflat.parallel.move import TENSORS, Held, ShardState, Slab, read_state, relayout, slab_view
+from runflat.plan.plan import Place, Plan, ReplicaPlan
+from runflat.plan.units import ModelSpec, shard_shape
+from runflat.train.checkpoint import Progress
+from runflat.train.engine import Engine
+
+NUM_KEPT = 2
+TIMEOUT_S = 30.0
+HELLO_S = 5.0
+POLL_S = 0.5
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What `device` held of step `progress.step` under `plan`; `tensors` as in `ShardState`, on the CPU."""
+
+    device: str
+    plan: Plan
+    progress: Progress
+    tensors: Mapping[str, Mapping[str, torch.Tensor]]
+
+
+def buddy(plan: Plan, place: Place) -> Place | None:
+    """Where the copy of `place` goes: another slot of the next replica; failing that another replica, another slot."""
+    replicas = [replica.replica for replica in plan.replicas]
+    after = replicas[replicas.index(place[0]) + 1 :] + replicas[: replicas.index(place[0])]
+    for numbers in (after, [place[0]]):
+        for number in numbers:
+            slots = [slot for slot in plan.replica(number).live_slots if slot != place[1]]
+            if slots:
+                return number, min(slots, key=lambda slot: ((slot - place[1] - 1) % plan.tp_full, slot))
+    others = [other for other in plan.places if other != place]
+    return others[0] if others else None
+
+
+def place_held(spec: ModelSpec, plan: Plan, device: str) -> dict[str, tuple[int, ...]]:
+    """Units of `device` under `plan`."""
+    place = plan.place(device)
+    assert place is not None
+    return plan.replica(place[0]).held(spec.kinds, place[1])
+
+
+class Copies:
+    """The copies that one device has, and the threads that give and take them."""
+
+    def __init__(self, engine: Engine, device_id: str, store: Address, exempt: Callable[[int], object]):
+        """Listen for copies, and say where; `exempt` is told sockets that an abort must not shut."""
+        self._engine = engine
+        self._device_id = device_id
+        self._exempt = exempt
+        self._plans: dict[int, Plan] = {}
+        self._kept: dict[str, deque[Kept]] = defaultdict(lambda: deque(maxlen=NUM_KEPT))
+        self._lock = threading.Lock()
+        self._outgoing: queue.Queue[Kept] = queue.Queue()
+        self._token = secrets.token_hex(16)
+        self._store = TCPStore(store[0], store[1], is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
+        self._listener = socket.create_server((store[0], 0))
+        self._listener.settimeout(POLL_S)
+        exempt(inode(self._listener))
+        host, port = self._listener.getsockname()[:2]
+        self._store.set(f"copies/{device_id}", f"{host} {port} {self._token}")
+        self._closed = False
+        for work in (self._listen, self._give):
+            threading.Thread(target=work, name=f"copies {work.__name__}", daemon=True).start()
+
+    # ---- the main thread
+
+    def snapshot(self, plan: Plan) -> None:
+        """Keep this device's state as of now, and have a copy brought to its buddy."""
+        engine = self._engine
+        state = read_state(engine.params, engine.optimizer)
+        tensors = {
+            kind: {name: tensor.detach().to("cpu", copy=True) for name, tensor in named.items()}
+            for kind, named in state.tensors.items()
+        }
+        kept = Kept(self._device_id, plan, engine.progress, tensors)
+        self.learn(plan)
+        with self._lock:
+            self._kept[self._device_id].append(kept)
+        self._outgoing.put(kept)
+
+    def learn(self, plan: Plan) -> None:
+        """`plan` is in force: copies of its generation may come."""
+        with self._lock:
+            self._plans[plan.generation] = plan
+            for old in sorted(self._plans)[: -2 * NUM_KEPT]:
+                del self._plans[old]
+
+    def listing(self) -> list[dict[str, Any]]:
+        """(device, step, generation) of every copy here, this device's own among them."""
+        with self._lock:
+            return [
+                {"device": device, "step": kept.progress.step, "generation": kept.plan.generation}
+                for device, copies in self._kept.items()
+                for kept in copies
+            ]
+
+    def combined(self, step: int) -> tuple[Plan, ShardState, Progress] | None:
+        """All that this device has of `step`, as the state of one device of a plan; None if it has nothing of it.
+
+        The plan is that of its own copy (or of the first it has), with the units of all copies in this device's slot.
+        """
+        with self._lock:
+            found = [kept for copies in self._kept.values() for kept in copies if kept.progress.step == step]
+        found.sort(key=lambda kept: kept.device != self._device_id)
+        if not found:
+            return None
+        spec = self._engine.spec
+        first = found[0]
+        held: dict[str, set[int]] = defaultdict(set)
+        received: dict[str, dict[Slab, torch.Tensor]] = {kind: {} for kind in TENSORS}
+        for kept in found:
+            own = place_held(spec, kept.plan, kept.device)
+            for kind, units in own.items():
+                held[kind].update(units)
+            for kind in TENSORS:
+                received[kind].update(_slabs(spec, own, kept.tensors[kind]))
+        union = {kind: tuple(sorted(units)) for kind, units in held.items()}
+        nothing: dict[str, tuple[int, ...]] = {kind: () for kind in union}
+        tensors = {kind: relayout(spec, nothing, union, {}, received[kind]) for kind in TENSORS}
+        device = self._engine.device
+        moved = {kind: {name: t.to(device) for name, t in named.items()} for kind, named in tensors.items()}
+        plan = _with_units(first.plan, first.device, self._device_id, union)
+        return plan, ShardState(moved, first.progress.optimizer_step), first.progress
+
+    def close(self) -> None:
+        """Listen no more."""
+        self._closed = True
+        self._listener.close()
+
+    # ---- giving
+
+    def _give(self) -> None:
+        while not self._closed:
+            with contextlib.suppress(queue.Empty):
+                kept = self._outgoing.get(timeout=POLL_S)
+                # A buddy that is gone gets nothing; the copies of the step are then incomplete and never used.
+                with contextlib.suppress(RunError, OSError, RuntimeError):
+                    self._send(kept)
+
+    def _send(self, kept: Kept) -> None:
+        place = kept.plan.place(self._device_id)
+        target = buddy(kept.plan, place) if place is not None else None
+        if target is None:
+            return
+        host, port, token = self._store.get(f"copies/{kept.plan.device(target)}").decode().split()
+        with socket.create_connection((host, int(port)), TIMEOUT_S) as connected:
+            self._exempt(inode(connected))
+            connection = Connection(connected, kept.plan.device(target), TIMEOUT_S)
+            connection.send(Hello(source=self._device_id, token=token))
+            tensors = [kept.tensors[kind][param.name] for param in self._engine.spec.params for kind in TENSORS]
+            frame = Copy(device=kept.device, generation=kept.plan.generation, progress=asdict(kept.progress))
+            connection.send(frame, tensors)
+            connection.receive()  # the other end closes when it has it
+
+    # ---- taking
+
+    def _listen(self) -> None:
+        while not self._closed:
+            try:
+                connected, peer = self._listener.accept()
+            except TimeoutError:
+                continue
+            except OSError:
+                return  # it was closed
+            self._exempt(inode(connected))
+            with connected, contextlib.suppress(FeedError):
+                self._take(Connection(connected, f"{peer[0]}:{peer[1]}", HELLO_S))
+
+    def _take(self, connection: Connection) -> None:
+        hello, _ = connection.receive(MAX_HELLO_BYTES, 0)
+        if not isinstance(hello, Hello) or not hmac.compare_digest(hello.token.encode(), self._token.encode()):
+            raise FeedError(f"{connection.peer} does not know the token.")
+        connection.timeout_s = TIMEOUT_S
+        frame, payload = connection.receive()
+        if not isinstance(frame, Copy):
+            raise FeedError(f"{hello.source} sends no copy.")
+        with self._lock:
+            plan = self._plans.get(frame.generation)
+        if plan is None or plan.place(frame.device) is None:
+            raise FeedError(f"{hello.source} sends a copy of generation {frame.generation}, which is not known here.")
+        kept = Kept(frame.device, plan, Progress(**frame.progress), self._tensors(plan, frame.device, payload))
+        with self._lock:
+            self._kept[frame.device].append(kept)
+
+    def _tensors(self, plan: Plan, device: str, payload: bytearray) -> dict[str, dict[str, torch.Tensor]]:
+        """The tensors of a copy, which lie in the payload by parameter and kind."""
+        spec, dtype = self._engine.spec, self._engine.dtype
+        held = place_held(spec, plan, device)
+        found: dict[str, dict[str, torch.Tensor]] = {kind: {} for kind in TENSORS}
+        position = 0
+        for param in spec.params:
+            shape = shard_shape(spec, param, held)
+            size = len(TENSORS) * torch.Size(shape).numel() * dtype.itemsize
+            parts = payload_tensors(payload[position : position + size], shape, len(TENSORS), dtype)
+            for kind, tensor in zip(TENSORS, parts, strict=True):
+                found[kind][param.name] = tensor
+            position += size
+        return found
+
+
+def _slabs(spec: ModelSpec, held: Held, tensors: Mapping[str, torch.Tensor]) -> dict[Slab, torch.Tensor]:
+    """A shard unit by unit; replicated parameters whole."""
+    found: dict[Slab, torch.Tensor] = {}
+    for param in spec.params:
+        if param.dim is None:
+            found[Slab(param.name)] = tensors[param.name]
+        for index, segment in enumerate(param.segments):
+            for unit in held[segment.kind]:
+                slab = Slab(param.name, index, unit, unit + 1)
+                found[slab] = slab_view(spec, param, slab, held, tensors[param.name])
+    return found
+
+
+def _with_units(plan: Plan, seat: str, device: str, held: Mapping[str, tuple[int, ...]]) -> Plan:
+    """`plan` with `device` in the place of `seat`, holding the units `held`."""
+    place = plan.place(seat)
+    assert place is not None
+
+    def changed(replica: ReplicaPlan) -> ReplicaPlan:
+        if replica.replica != place[0]:
+            return replica
+        devices = tuple(device if slot == place[1] else name for slot, name in enumerate(replica.devices))
+        assignments = tuple(
+            (kind, tuple(held[kind] if slot == place[1] else units for slot, units in enumerate(assignment)))
+            for kind, assignment in replica.assignments
+        )
+        return replace(replica, devices=devices, assignments=assignments)
+
+    return replace(plan, replicas=tuple(changed(replica) for replica in plan.replicas))
