@@ -128,3 +128,9 @@ def bury(last_calls: list[Callable[[], Any]], kept: list[Any] | None = None) -> 
             kept.clear()
 
     threading.Thread(target=finish, name="bury", daemon=True).start()
+
+
+def drop(left: list[Any]) -> None:
+    """Drop the groups that `Engine.leave` gave, and what they may still write to, on a side thread."""
+    if left:
+        bury([left[0].close], left)

@@ -16,7 +16,7 @@ from runflat.cluster.events import event_to_json
 from runflat.elastic.agree import agree, differing_units
 from runflat.elastic.copies import Copies, place_held
 from runflat.elastic.duties import Duties, every
-from runflat.elastic.formation import Address, Formation, bury
+from runflat.elastic.formation import Address, Formation, drop
 from runflat.elastic.inbox import Channel, Inbox
 from runflat.elastic.inject import Striker
 from runflat.elastic.joining import self_test
@@ -171,7 +171,7 @@ class Session:
         if kept:
             comms = kept[0]
             self.sockets.abort(comms.generation)
-            _drop(kept)
+            drop(kept)
         self.prospects.forget_all()
         self.inbox.switch = None
 
@@ -379,7 +379,7 @@ class Session:
         self.times, self._mark = {}, time.monotonic()
         old = self.engine.leave()
         if formation is None:
-            _drop(old)
+            drop(old)
             self.say("switched", generation=order.generation, committed=committed)
             self.plan = None
             return
@@ -387,7 +387,7 @@ class Session:
         comms = formation.wait()
         moves = tuple(Transfer(**move.model_dump()) for move in order.transfers)
         num_bytes = self._enter(formation.plan, comms, moves)
-        _drop(old)
+        drop(old)
         self.say(
             "switched",
             generation=order.generation,
@@ -395,9 +395,3 @@ class Session:
             bytes_moved=num_bytes,
             phases_s=self.times,
         )
-
-
-def _drop(left: list[Any]) -> None:
-    """Drop the groups that `Engine.leave` gave, and what it may still write to, on a side thread."""
-    if left:
-        bury([left[0].close], left)
