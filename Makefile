@@ -9,7 +9,7 @@ PYTHON := $(strip $(PYTHON))
 VENV := $(strip $(VENV))
 REFERENCE_DATA := $(strip $(REFERENCE_DATA))
 INSTALLED := $(VENV)/.installed
-PYTEST := $(VENV)/bin/python -m pytest $(if $(REFERENCE_DATA),--reference-data "$(REFERENCE_DATA)") $(PYTEST_FLAGS)
+PYTEST := $(VENV)/bin/python -m pytest $(if $(REFERENCE_DATA),--reference-data="$(REFERENCE_DATA)") $(PYTEST_FLAGS)
 
 .PHONY: demo test check bench soak
 
