@@ -1,0 +1,33 @@
+"""Lift transformers' roundings to float32 from outside, so that a float64 model computes in float64 throughout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.nn import functional as F  # noqa: N812 - torch's own convention
+from torch.overrides import TorchFunctionMode
+
+
+class LiftCasts(TorchFunctionMode):
+    """Makes every float64 -> float32 cast inside a forward a no-op; all else is untouched.
+
+    transformers rounds to float32 in norms, in eager attention's softmax and in the loss, also in a float64 model. With
+    this mode on both sides, what is left between two runs is the order of summation.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run `func`, without the cast if it is one of float64 to float32."""
+        options = dict(kwargs or {})
+        first = args[0] if args else None
+        if isinstance(first, torch.Tensor) and first.dtype == torch.float64:
+            if func is torch.Tensor.float:
+                return first
+            if func is torch.Tensor.to:
+                args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+            if func in (torch.Tensor.to, F.softmax, torch.softmax, torch.Tensor.softmax):
+                options = {k: torch.float64 if v is torch.float32 else v for k, v in options.items()}
+        return func(*args, **options)

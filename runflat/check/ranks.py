@@ -1,0 +1,52 @@
+"""Ranks as threads of one process: each has its own process groups over one in-memory store."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from torch.distributed import HashStore
+
+from runflat.parallel.comms import Comms, Network
+from runflat.plan.plan import Place, Plan
+from runflat.plan.sync_groups import SyncLayout
+
+T = TypeVar("T")
+
+
+def run_ranks(
+    plan: Plan,
+    layout: SyncLayout,
+    work: Callable[[Place, Comms], T],
+    network_of: Callable[[Place], Network] | None = None,
+) -> dict[Place, T]:
+    """Run `work(place, comms)` in one thread per live place of `plan`; the results by place.
+
+    Raises:
+        BaseException: the first error of any rank; the others fail on their collectives and are dropped.
+    """
+    store = HashStore()
+    results: dict[Place, T] = {}
+    errors: list[BaseException] = []
+
+    def rank(place: Place) -> None:
+        comms: Comms | None = None
+        try:
+            comms = Comms(store, plan, layout, place, network_of(place) if network_of else Network())
+            results[place] = work(place, comms)
+        except BaseException as error:  # whatever it is, it must reach the caller's thread
+            errors.append(error)
+        finally:
+            # Dropping the groups makes the peers' pending collectives fail, so that one error ends all ranks.
+            if comms is not None:
+                comms.close()
+
+    threads = [threading.Thread(target=rank, args=(place,), daemon=True) for place in plan.places]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results

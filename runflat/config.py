@@ -1,0 +1,353 @@
+"""Configuration of a training run: one frozen pydantic model per section, read from TOML and from flags.
+
+The docstring under a field is its help text on the command line. Only `cli` sees `TrainConfig` whole; the rooms get
+the values that they need. Every way in (file, flag, constructor) makes the same checks, and `ConfigError` names the
+key as `section.field`, which is also the flag.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from runflat.errors import ConfigError
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, unknown keys refused, no NaN or infinity, field docstrings kept."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True, protected_namespaces=()
+    )
+
+
+class ModelSection(Section):
+    """The model: a preset, a model directory, or an architecture, with single sizes changed."""
+
+    preset: Literal["tiny", "demo"] | None = None
+    """Small Llama that ships with runflat: tiny (0.1 M parameters) or demo (2.8 M). Where preset, dir, arch and
+    from_dir are all left out: tiny."""
+    dir: Path | None = None
+    """Directory of a Hugging Face model (config.json); its weights are not read."""
+    from_dir: Path | None = None
+    """Directory of safetensors to start from instead of random weights; gives the shape too (its config.json) unless
+    preset, dir or arch does."""
+    arch: str | None = None
+    """A transformers model type such as llama or qwen2, with that library's default sizes, or a named shape
+    (llama3-8b, llama3-70b, llama3-405b, qwen2-7b)."""
+    num_layers: int | None = Field(default=None, ge=1)
+    """Layers, instead of what the model says."""
+    hidden_size: int | None = Field(default=None, ge=1)
+    """Width of the residual stream, instead of what the model says."""
+    num_heads: int | None = Field(default=None, ge=1)
+    """Query heads, instead of what the model says."""
+    num_kv_heads: int | None = Field(default=None, ge=1)
+    """Key and value heads, instead of what the model says; must divide the query heads."""
+    head_dim: int | None = Field(default=None, ge=1)
+    """Width of one head, instead of what the model says."""
+    ffn_size: int | None = Field(default=None, ge=1)
+    """Width of the feed-forward layer, instead of what the model says."""
+    vocab_size: int | None = Field(default=None, ge=1)
+    """Rows of the embedding, instead of what the model says; not fewer than the tokenizer has ids (bytes: 257)."""
+    tie_embeddings: bool | None = None
+    """Whether the LM head is the embedding, instead of what the model says."""
+    attention: Literal["auto", "eager", "sdpa"] = "auto"
+    """Attention implementation; auto: sdpa where the model supports it, else eager."""
+
+    @model_validator(mode="after")
+    def _one_shape(self) -> ModelSection:
+        given = [f"model.{name}" for name in ("preset", "dir", "arch") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} are given together, but each is a whole model; keep one")
+        if self.num_heads and self.num_kv_heads and self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"model.num_heads is {self.num_heads}, not a multiple of model.num_kv_heads, {self.num_kv_heads}; "
+                f"each KV head serves the same number of query heads"
+            )
+        return self
+
+    @property
+    def overrides(self) -> dict[str, int | bool]:
+        """Sizes that replace the model's own, under the names that a Hugging Face config.json gives them."""
+        names = {
+            "num_hidden_layers": self.num_layers,
+            "hidden_size": self.hidden_size,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "intermediate_size": self.ffn_size,
+            "vocab_size": self.vocab_size,
+            "tie_word_embeddings": self.tie_embeddings,
+        }
+        return {name: value for name, value in names.items() if value is not None}
+
+
+class LayoutSection(Section):
+    """Which devices there are: replicas, their tensor-parallel degree, and slots that are dead from the start."""
+
+    tp: int = Field(default=1, ge=1)
+    """Full tensor-parallel degree: devices per replica when none is dead."""
+    replicas: int = Field(default=1, ge=1)
+    """Data-parallel replicas."""
+    dead: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """A dead slot as replica:slot, both counted from 0, such as 1:3; repeat the flag for more. Flags add to those in
+    the file."""
+
+    @field_validator("dead")
+    @classmethod
+    def _well_formed(cls, dead: tuple[str, ...]) -> tuple[str, ...]:
+        for text in dead:
+            replica, _, slot = text.partition(":")
+            if not (replica.isascii() and replica.isdigit() and slot.isascii() and slot.isdigit()):
+                raise ValueError(f"layout.dead has {text!r}; a dead slot is written replica:slot, such as 1:3")
+        slots = [_parse_slot(text) for text in dead]
+        for slot_pair in slots:
+            if slots.count(slot_pair) > 1:
+                raise ValueError(f"layout.dead names slot {slot_pair[0]}:{slot_pair[1]} more than once; name it once")
+        return tuple(f"{replica}:{slot}" for replica, slot in slots)
+
+    @model_validator(mode="after")
+    def _slots_exist(self) -> LayoutSection:
+        for replica, slot in self.dead_slots:
+            if replica >= self.replicas or slot >= self.tp:
+                raise ValueError(
+                    f"layout.dead names {replica}:{slot}, but with layout.replicas {self.replicas} and layout.tp "
+                    f"{self.tp} the slots are 0:0 to {self.replicas - 1}:{self.tp - 1}; name one of these"
+                )
+        for replica in range(self.replicas):
+            if sum(dead_replica == replica for dead_replica, _ in self.dead_slots) == self.tp:
+                raise ValueError(
+                    f"layout.dead names all {self.tp} slots of replica {replica}, so nothing is left of it; lower "
+                    f"layout.replicas instead"
+                )
+        return self
+
+    @property
+    def dead_slots(self) -> tuple[tuple[int, int], ...]:
+        """Dead slots as (replica, slot)."""
+        return tuple(_parse_slot(text) for text in self.dead)
+
+    @property
+    def num_devices(self) -> int:
+        """Live devices, one worker process each."""
+        return self.replicas * self.tp - len(self.dead)
+
+
+class DataSection(Section):
+    """The text, its tokens, and what is held out."""
+
+    paths: tuple[str, ...] = ()
+    """Text files, folders (searched for text files) and glob patterns; none: the source code of this Python's standard
+    library."""
+    tokenizer: Path | None = None
+    """A tokenizer.json or a directory that has one; none: each byte is a token (257 ids)."""
+    seq_len: int = Field(default=128, ge=2)
+    """Tokens per sequence."""
+    holdout_fraction: float = Field(default=0.01, ge=0, lt=1)
+    """Part of the sequences that is held out to measure the loss on; 0 holds out nothing."""
+    holdout_sequences: int = Field(default=64, ge=1)
+    """Most sequences to hold out."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of the held-out selection and of the order of sequences."""
+
+
+class TrainSection(Section):
+    """Steps, batch, optimizer and schedule."""
+
+    steps: int = Field(default=100, ge=1)
+    """Optimizer steps of the whole run."""
+    global_batch: int = Field(default=8, ge=1)
+    """Sequences per step over all replicas."""
+    micro_batch: int = Field(default=8, ge=1)
+    """Most sequences that a replica computes at once; a larger share is accumulated."""
+    dtype: Literal["float32", "float64"] = "float32"
+    """Type of weights, gradients and optimizer state."""
+    lr: float = Field(default=3e-3, gt=0)
+    """Peak learning rate."""
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    """Learning rate after the warm-up: cosine (falls all the way), wsd (stays, then falls linearly over the last
+    decay_steps) or constant."""
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
+    """Learning rate at the end, as a part of the peak (cosine, wsd)."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps over which the learning rate rises linearly to its peak."""
+    decay_steps: int = Field(default=0, ge=0)
+    """Steps over which it falls at the end (wsd only)."""
+    weight_decay: float = Field(default=0.1, ge=0)
+    """Decoupled weight decay of matrices; norms and biases have none."""
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    """AdamW: decay of the first moment."""
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    """AdamW: decay of the second moment."""
+    eps: float = Field(default=1e-8, gt=0)
+    """AdamW: added to the root of the second moment."""
+    clip_norm: float = Field(default=1.0, ge=0)
+    """Largest norm of the whole gradient; 0 does not clip."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of the initial weights."""
+    checkpoint_every: int = Field(default=0, ge=0)
+    """Steps between checkpoints; 0 writes one at the end only."""
+    eval_every: int = Field(default=0, ge=0)
+    """Steps between held-out losses; 0 takes one at the end only."""
+    bucket_mb: float = Field(default=25.0, gt=0)
+    """Size of a gradient bucket in MiB."""
+    timeout_s: float = Field(default=60.0, gt=0)
+    """Longest wait for another device, in seconds."""
+
+    @model_validator(mode="after")
+    def _schedule_fits(self) -> TrainSection:
+        if self.schedule == "wsd" and not self.decay_steps:
+            raise ValueError(
+                "train.schedule is wsd and train.decay_steps is 0, so the learning rate would never fall; set "
+                "train.decay_steps (a fifth of the steps is usual) or choose the constant schedule"
+            )
+        if self.schedule != "wsd" and self.decay_steps:
+            raise ValueError(
+                f"train.decay_steps is {self.decay_steps}, but train.schedule is {self.schedule}, which does not use "
+                f"it; leave it out or choose wsd"
+            )
+        if self.warmup_steps + self.decay_steps > self.steps:
+            decay = f" and train.decay_steps {self.decay_steps}" if self.decay_steps else ""
+            raise ValueError(
+                f"train.warmup_steps {self.warmup_steps}{decay} exceed train.steps, {self.steps}; lower them or train "
+                f"longer"
+            )
+        return self
+
+
+class TrainConfig(Section):
+    """Everything that `runflat train` can be told."""
+
+    model: ModelSection = ModelSection()
+    layout: LayoutSection = LayoutSection()
+    data: DataSection = DataSection()
+    train: TrainSection = TrainSection()
+    run: Path | None = None
+    """Directory for everything that the run writes; none: a new one under runs/, named by the time."""
+    resume: Path | None = None
+    """Run directory to go on from, under any layout: its newest complete checkpoint."""
+
+    @model_validator(mode="after")
+    def _batch_reaches_all(self) -> TrainConfig:
+        if self.train.global_batch < self.layout.replicas:
+            raise ValueError(
+                f"train.global_batch is {self.train.global_batch}, but there are {self.layout.replicas} replicas and "
+                f"each needs a sequence in every step; raise train.global_batch or lower layout.replicas"
+            )
+        return self
+
+
+def load_config(path: Path | None) -> TrainConfig:
+    """Configuration in a TOML file; None gives the defaults.
+
+    Raises:
+        ConfigError: no such file, not TOML, an unknown key, a wrong type or value, or keys that contradict each other.
+    """
+    if path is None:
+        return TrainConfig()
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"The configuration {path} cannot be read: {error}. Name a TOML file, or leave it out for the defaults."
+        ) from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(
+            f"The configuration {path} is not TOML: {error}. Strings stand in quotes, and each section starts with its "
+            f"name in brackets, such as [train]."
+        ) from error
+    try:
+        # By way of JSON, because that is where pydantic's strict mode still takes lists for tuples and text for paths.
+        return TrainConfig.model_validate_json(json.dumps(tables, default=str), strict=True)
+    except ValidationError as error:
+        raise config_error(error, TrainConfig, source=f"The configuration {path}") from error
+
+
+def config_error(error: ValidationError, section: type[Section], source: str = "The configuration") -> ConfigError:
+    """`ConfigError` of one paragraph for what pydantic found: each key, its value, its limit, and a near valid key.
+
+    Args:
+        error: raised by building `section`.
+        section: `TrainConfig` or the class of one of its sections; keys are named from the top in both cases.
+        source: where the values stand, the subject of the sentence.
+    """
+    outer = [name for name, field in TrainConfig.model_fields.items() if field.annotation is section]
+    problems = [_problem(detail, [*outer, *detail["loc"]]) for detail in error.errors(include_url=False)]
+    return ConfigError(f"{source} is not valid: {'; '.join(problems)}.")
+
+
+def flag_rules() -> tyro.constructors.ConstructorRegistry:
+    """Context manager under which `tyro.cli` builds sections with this module's errors instead of its own.
+
+    Without it tyro prints pydantic's raw report and exits; with it a bad value leaves `tyro.cli` as a `ConfigError`.
+    Defaults (`tyro.cli(..., default=load_config(path))`) and help texts are those of the fields.
+    """
+    registry = tyro.constructors.ConstructorRegistry()
+
+    @registry.struct_rule
+    def _(info: tyro.constructors.StructTypeInfo) -> tyro.constructors.StructConstructorSpec | None:
+        section = info.type
+        if not (isinstance(section, type) and issubclass(section, Section)):
+            return None
+        default = info.default if isinstance(info.default, section) else section()
+
+        def build(**values: Any) -> Section:
+            try:
+                return section(**values)
+            except ValidationError as error:
+                raise config_error(error, section) from error
+
+        flags = []
+        for name, field in section.model_fields.items():
+            # pydantic moves the annotations of a field into its metadata; tyro wants them back
+            kind: Any = Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
+            text = " ".join((field.description or "").split())
+            flags.append(tyro.constructors.StructFieldSpec(name, kind, getattr(default, name), text))
+        return tyro.constructors.StructConstructorSpec(instantiate=build, fields=tuple(flags))
+
+    return registry
+
+
+def _parse_slot(text: str) -> tuple[int, int]:
+    replica, _, slot = text.partition(":")
+    return int(replica), int(slot)
+
+
+def _problem(detail: Mapping[str, Any], loc: list[str | int]) -> str:
+    """One problem as a clause."""
+    if detail["type"] == "value_error":
+        return str(detail["ctx"]["error"])
+    key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).removeprefix(".")
+    if detail["type"] == "extra_forbidden":
+        return f"there is no key {key}{_suggestion(str(loc[-1]), key)}"
+    if detail["type"] == "model_type":
+        return f"{key} is {detail['input']!r}, but it is a section; write its keys under [{key}]"
+    return f"{key} is {detail['input']!r}: {detail['msg'].replace('Input should be', 'it must be')}"
+
+
+def _suggestion(name: str, key: str) -> str:
+    """Nearest valid key: one in the same section if there is one, else anywhere, else the list of what is there."""
+    keys = list(_all_keys())
+    section = key.rpartition(".")[0]
+    siblings = [other for other in keys if other.rpartition(".")[0] == section]
+    for candidates in (siblings, keys):
+        by_name = {other.rpartition(".")[2]: other for other in candidates}
+        near = difflib.get_close_matches(name, by_name, n=1)
+        if near:
+            return f"; the nearest is {by_name[near[0]]}"
+    return f"; the keys there are {', '.join(siblings)}" if siblings else ""
+
+
+def _all_keys() -> Iterator[str]:
+    """Every key and section name, dotted."""
+    for name, field in TrainConfig.model_fields.items():
+        yield name
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            yield from (f"{name}.{inner}" for inner in field.annotation.model_fields)

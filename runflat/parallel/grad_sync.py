@@ -1,0 +1,290 @@
+"""Gradient exchange between replicas of any degree (`direct`): flat buckets, launched while backward still runs.
+
+Kinds of tensor here
+    flat      one buffer per bucket, in wire order: entry after entry, each entry row-major over *its own units only*.
+              Wire order depends on the bucket alone, so members whose shards differ agree on it
+    gradient  `param.grad`. Where one bucket carries a parameter's whole shard, it is a view of that bucket's flat
+              buffer and nothing is copied (always so while nobody is dead and no KV head has two holders); elsewhere
+              it is a tensor of its own, copied in and out
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from runflat.parallel.comms import Comms, Group
+from runflat.plan.plan import Place, Plan
+from runflat.plan.sync_groups import Bucket, Entry, Members, SyncLayout
+from runflat.plan.units import ModelSpec, ParamSpec, Range, merge_ranges, shard_pieces
+
+
+@dataclass
+class _Copy:
+    """An entry whose gradient is not a view: the ranges of the local shard's partitioned dim that it covers."""
+
+    grad: torch.Tensor
+    dim: int
+    ranges: tuple[Range, ...]
+    flat: torch.Tensor
+
+    def pack(self) -> None:
+        parts = [self.grad.narrow(self.dim, start, stop - start) for start, stop in self.ranges]
+        self.flat.copy_(torch.cat(parts, dim=self.dim).reshape(-1))
+
+    def unpack(self) -> None:
+        shape = list(self.grad.shape)
+        shape[self.dim] = sum(stop - start for start, stop in self.ranges)
+        source = self.flat.view(shape)
+        position = 0
+        for start, stop in self.ranges:
+            self.grad.narrow(self.dim, start, stop - start).copy_(source.narrow(self.dim, position, stop - start))
+            position += stop - start
+
+
+class _LocalBucket:
+    """One bucket on this device: its flat buffer and which parameters still owe it a gradient."""
+
+    def __init__(self, bucket: Bucket, place: Place, group: Group | None, flat: torch.Tensor):
+        self.members: Members = bucket.members
+        self.rank = bucket.members.index(place)
+        self.group = group
+        self.flat = flat
+        self.copies: list[_Copy] = []
+        self.params = {entry.param for entry in bucket.entries}
+        self.missing: set[str] = set()
+        self.work: Any = None
+
+    def launch(self) -> None:
+        for copy in self.copies:
+            copy.pack()
+        if self.group is not None:
+            self.work = self.group.launch_all_reduce(self.flat)
+
+    def finish(self) -> None:
+        for copy in self.copies:
+            copy.unpack()
+        self.work = None
+
+
+class GradSync:
+    """Sums the gradients of one device's shard with those of the other replicas.
+
+    Use: `zero()`, backward for every micro-batch, `arm()` before the last one's backward, then `finish()`. After that
+    every `param.grad` is the sum over the global batch, with the same bits on all holders.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        plan: Plan,
+        layout: SyncLayout,
+        place: Place,
+        comms: Comms,
+        params: Mapping[str, nn.Parameter],
+    ):
+        """Allocate the buckets of `place` and hook `params` (full-model names)."""
+        self._comms = comms
+        self._params = dict(params)
+        self._specs = {param.name: param for param in spec.params}
+        replica = plan.replica(place[0])
+        self._held = replica.held(spec.kinds, place[1])
+        self._spec = spec
+        example = next(iter(params.values()))
+        self._new = lambda numel: torch.zeros(numel, dtype=example.dtype, device=example.device)
+        self._buckets = [self._local(bucket, place, comms.group(bucket.members)) for bucket in layout.of(place)]
+        self._exchange = [
+            (bucket, self._local(bucket, place, None) if place in bucket.members else None)
+            for bucket in layout.exchange
+        ]
+        self._replicated = self._replicated_bucket(layout, plan, place)
+        self._contributes_equal = place[1] == replica.live_slots[0]
+        self._place = place
+        self._bind(layout, place)
+        self._armed = False
+        self._next = 0
+        self._hooks = [
+            param.register_post_accumulate_grad_hook(self._hook(name)) for name, param in self._params.items()
+        ]
+
+    # ---- set-up
+
+    def _local(self, bucket: Bucket, place: Place, group: Group | None) -> _LocalBucket:
+        return _LocalBucket(bucket, place, group, self._new(bucket.numel))
+
+    def _replicated_bucket(self, layout: SyncLayout, plan: Plan, place: Place) -> _LocalBucket:
+        entries = tuple(Entry(name, 0, (), self._specs[name].numel) for name in layout.replicated)
+        bucket = Bucket(-1, plan.places, entries)
+        return self._local(bucket, place, self._comms.world)
+
+    def _bind(self, layout: SyncLayout, place: Place) -> None:
+        """Make each gradient a view of its bucket where possible, else a tensor of its own with copies."""
+        carried: dict[str, list[tuple[_LocalBucket, int, Entry]]] = {name: [] for name in self._params}
+        pairs = list(zip(layout.of(place), self._buckets, strict=True))
+        pairs += [(bucket, local) for bucket, local in self._exchange if local is not None]
+        for bucket, local in pairs:
+            offset = 0
+            for entry in bucket.entries:
+                carried[entry.param].append((local, offset, entry))
+                offset += entry.numel
+        offset = 0
+        for name in layout.replicated:
+            numel = self._specs[name].numel
+            self._params[name].grad = self._replicated.flat[offset : offset + numel].view(self._specs[name].shape)
+            offset += numel
+        for name, places in carried.items():
+            if places:
+                self._bind_param(self._specs[name], places)
+
+    def _bind_param(self, spec: ParamSpec, places: list[tuple[_LocalBucket, int, Entry]]) -> None:
+        param = self._params[spec.name]
+        assert spec.dim is not None
+        first, offset, _ = places[0]
+        alone = all(local is first for local, _, _ in places) and (len(spec.segments) == 1 or spec.dim == 0)
+        if alone:
+            param.grad = first.flat[offset : offset + param.numel()].view(param.shape)
+            return
+        param.grad = torch.zeros_like(param)
+        pieces = shard_pieces(self._spec, spec, self._held)
+        for local, offset, entry in places:
+            units = set(entry.units)
+            ranges = merge_ranges(
+                (piece.start, piece.stop) for piece in pieces if piece.segment == entry.segment and piece.unit in units
+            )
+            local.copies.append(_Copy(param.grad, spec.dim, ranges, local.flat[offset : offset + entry.numel]))
+
+    def _hook(self, name: str) -> Any:
+        waiting = [bucket for bucket in self._all_local() if name in bucket.params]
+
+        def ready(_: torch.Tensor) -> None:
+            if self._armed:
+                for bucket in waiting:
+                    bucket.missing.discard(name)
+                self._launch_ready()
+
+        return ready
+
+    def _all_local(self) -> list[_LocalBucket]:
+        exchanged = [local for _, local in self._exchange if local is not None]
+        return [*self._buckets, self._replicated, *exchanged]
+
+    # ---- a step
+
+    def zero(self) -> None:
+        """Clear all gradients and forget an unfinished step."""
+        self._armed = False
+        self._next = 0
+        torch._foreach_zero_([bucket.flat for bucket in self._all_local()])
+        loose = {id(copy.grad): copy.grad for bucket in self._all_local() for copy in bucket.copies}
+        if loose:
+            torch._foreach_zero_(list(loose.values()))
+
+    def arm(self) -> None:
+        """The next backward is the last of this step: launch each bucket as soon as its gradients are final."""
+        self._armed = True
+        self._next = 0
+        for bucket in self._all_local():
+            bucket.missing = set(bucket.params)
+
+    def _launch_ready(self) -> None:
+        """Launch buckets in the global order; one that is ready early is held back, so that all devices agree."""
+        ordered = [*self._buckets, self._replicated]
+        while self._next < len(ordered) and not ordered[self._next].missing:
+            if ordered[self._next] is self._replicated:
+                self._mute_equal()
+            ordered[self._next].launch()
+            self._next += 1
+
+    def _mute_equal(self) -> None:
+        """Where all devices of a replica have the same gradient, only the lowest live slot contributes it.
+
+        Dividing by the degree instead would not be exact, and would make bits depend on the plan.
+        """
+        if not self._contributes_equal:
+            for name in self._replicated.params:
+                if self._specs[name].rule == "equal":
+                    grad = self._params[name].grad
+                    assert grad is not None
+                    grad.zero_()
+
+    def finish(self) -> None:
+        """Wait until all gradients of this device are summed; CommsError when a member is lost.
+
+        Raises:
+            RuntimeError: a parameter took no part in the backward pass, so that its bucket was never complete.
+        """
+        missing = sorted({name for bucket in self._all_local() for name in bucket.missing})
+        if missing:
+            raise RuntimeError(f"no gradient arrived for {', '.join(missing[:5])}: did the loss use all parameters?")
+        received = self._launch_exchange()
+        works = [bucket.work for bucket in (*self._buckets, self._replicated)]
+        self._comms.wait([*works, *([received.work] if received else [])], "gradient sync")
+        if received:
+            received.add_up()
+        for bucket in self._all_local():
+            bucket.finish()
+        self._armed = False
+
+    def _launch_exchange(self) -> _Exchange | None:
+        if not self._exchange:
+            return None
+        for _, local in self._exchange:
+            if local is not None:
+                local.launch()
+        return _Exchange(self._exchange, self._place, self._comms.world, self._new)
+
+    def squared_norm(self) -> torch.Tensor:
+        """This device's part of the squared norm of the summed gradient, float64 scalar.
+
+        Each member of a bucket counts its 1/n of the flat buffer, so that over all devices every element of the model
+        counts once, however many devices hold it. Call after `finish()`.
+        """
+        total = torch.zeros((), dtype=torch.float64, device=self._replicated.flat.device)
+        for bucket in self._all_local():
+            numel, size = bucket.flat.numel(), len(bucket.members)
+            start, stop = bucket.rank * numel // size, (bucket.rank + 1) * numel // size
+            total += torch.linalg.vector_norm(bucket.flat[start:stop], dtype=torch.float64) ** 2
+        return total
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+class _Exchange:
+    """All small groups at once: every member sends its flat buffer to every other, and all add in member order."""
+
+    def __init__(self, buckets: list[tuple[Bucket, _LocalBucket | None]], place: Place, world: Group, new: Any) -> None:
+        self._mine = [local for _, local in buckets if local is not None]
+        self._place = place
+        self._members = world.members
+        parts: dict[Place, list[_LocalBucket]] = {
+            peer: [local for local in self._mine if peer in local.members and peer != place] for peer in world.members
+        }
+        self._parts = parts
+        counts = [sum(local.flat.numel() for local in parts[peer]) for peer in world.members]
+        outgoing = [local.flat for peer in world.members for local in parts[peer]]
+        source = torch.cat(outgoing) if outgoing else new(0)
+        self._received = new(sum(counts))
+        self.work = world.launch_all_to_all(self._received, source, counts, counts)
+
+    def add_up(self) -> None:
+        """Sum own and received buffers in member order: the same order, and so the same bits, on every holder."""
+        position = 0
+        received: dict[tuple[Place, int], torch.Tensor] = {}
+        for peer in self._members:
+            for local in self._parts[peer]:
+                received[peer, id(local)] = self._received[position : position + local.flat.numel()]
+                position += local.flat.numel()
+        for local in self._mine:
+            own = local.flat.clone()
+            addends = [own if peer == self._place else received[peer, id(local)] for peer in local.members]
+            total = addends[0].clone()
+            for addend in addends[1:]:
+                total += addend
+            local.flat.copy_(total)

@@ -1,0 +1,147 @@
+"""What a plan costs each device: FLOPs, bytes held, bytes sent. Counts only; seconds are `perf`'s business."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from runflat.plan.batch import micro_batches
+from runflat.plan.plan import Place, Plan, ReplicaPlan
+from runflat.plan.sync_groups import SyncLayout
+from runflat.plan.units import ModelSpec, param_ranges, ranges_size
+
+NUM_SCALARS = 6
+"""Float64 values of the all-reduce that ends a step: ones, loss sum, token count, squared norm, non-finite, pending."""
+SCALAR_BYTES = 8
+
+
+def held_numel(spec: ModelSpec, replica: ReplicaPlan, slot: int) -> int:
+    """Parameter elements that the device at `slot` stores."""
+    held = replica.held(spec.kinds, slot)
+    total = 0
+    for param in spec.params:
+        rows = ranges_size(param_ranges(spec, param, held)) if param.dim is not None else 1
+        total += rows * (param.row_numel if param.dim is not None else param.numel)
+    return total
+
+
+def sequence_flops(spec: ModelSpec, replica: ReplicaPlan, slot: int, seq_len: int) -> int:
+    """Matrix-product FLOPs of one sequence, forward and backward, on the device at `slot`.
+
+    A multiply-add is two FLOPs; backward costs twice the forward; attention is counted dense (seq_len squared), as
+    torch's FLOP counter does for the eager implementation.
+    """
+    held = replica.held(spec.kinds, slot)
+    multiplied = 0
+    for param in spec.params:
+        if param.matmuls:
+            rows = ranges_size(param_ranges(spec, param, held)) if param.dim is not None else 1
+            multiplied += param.matmuls * rows * (param.row_numel if param.dim is not None else param.numel)
+    attention = 4 * seq_len * seq_len * spec.head_dim * len(held.get("head", ())) * spec.num_layers
+    return 3 * (2 * seq_len * multiplied + attention)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one device. `activations_bytes` is an estimate (see `device_memory`), the rest is counted."""
+
+    params_bytes: int
+    grads_bytes: int
+    moments_bytes: int
+    activations_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Sum of the parts."""
+        return self.params_bytes + self.grads_bytes + self.moments_bytes + self.activations_bytes
+
+
+def device_memory(
+    spec: ModelSpec, replica: ReplicaPlan, slot: int, seq_len: int, micro_batch: int, bytes_per_element: int
+) -> Memory:
+    """Bytes that the device at `slot` needs: parameters, gradients, two AdamW moments and activations.
+
+    Activations are estimated per layer as what backward keeps: eight hidden-sized tensors (norms, residuals, block
+    inputs and outputs), the local query, key, value and output heads, two score matrices, four local FFN-sized
+    tensors; and three tensors of local logits.
+    """
+    numel = held_numel(spec, replica, slot)
+    held = replica.held(spec.kinds, slot)
+    sizes = {kind.name: ranges_size(kind.range_of(u) for u in held[kind.name]) for kind in spec.kinds}
+    tokens = seq_len * micro_batch
+    heads = len(held.get("head", ()))
+    per_token = 8 * spec.hidden_size + 2 * sizes.get("head", 0) + 2 * sizes.get("kv", sizes.get("head", 0))
+    per_token += 2 * heads * seq_len + 4 * sizes.get("ffn", 0)
+    activations = tokens * (per_token * spec.num_layers + 3 * sizes.get("vocab", 0))
+    params = numel * bytes_per_element
+    return Memory(params, params, 2 * params, activations * bytes_per_element)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Collectives of one device and step: launches, and bytes sent per purpose (tp, sync, replicated, scalars)."""
+
+    num_collectives: int
+    tp_bytes: float
+    sync_bytes: float
+    replicated_bytes: float
+    scalars_bytes: float
+
+    @property
+    def total_bytes(self) -> float:
+        """Bytes sent in all."""
+        return self.tp_bytes + self.sync_bytes + self.replicated_bytes + self.scalars_bytes
+
+
+def all_reduce_bytes(payload_bytes: float, num_members: int) -> float:
+    """Bytes that each member of a ring all-reduce sends: payload x 2(n-1)/n."""
+    return payload_bytes * 2 * (num_members - 1) / num_members
+
+
+def device_traffic(
+    spec: ModelSpec,
+    plan: Plan,
+    layout: SyncLayout,
+    place: Place,
+    seq_len: int,
+    micro_batch: int,
+    bytes_per_element: int,
+) -> Traffic:
+    """Collectives that the device at `place` launches in one step, and the bytes that it sends.
+
+    Per micro-batch and layer tensor parallelism all-reduces the block outputs in forward and the block inputs in
+    backward (attention and MLP: four), and the embedding output, the LM head's input gradient, the largest logit and
+    (sum of exponentials, target logit) per token. A group of one device launches nothing.
+    """
+    replica = plan.replica(place[0])
+    world, tp = len(plan.places), replica.tp
+    launches, tp_bytes = 0, 0.0
+    if tp > 1:
+        for size in micro_batches(replica.num_sequences, micro_batch):
+            hidden = size * seq_len * spec.hidden_size * (4 * spec.num_layers + 2)
+            loss = size * (seq_len - 1) * 3
+            tp_bytes += all_reduce_bytes((hidden + loss) * bytes_per_element, tp)
+            launches += 4 * spec.num_layers + 4
+    sync_bytes = 0.0
+    for bucket in layout.of(place):
+        if len(bucket.members) > 1:
+            sync_bytes += all_reduce_bytes(bucket.numel * bytes_per_element, len(bucket.members))
+            launches += 1
+    if layout.exchange:
+        payload = sum(b.numel * (len(b.members) - 1) for b in layout.exchange if place in b.members)
+        sync_bytes += payload * bytes_per_element * (world - 1) / world
+        launches += 1
+    replicated = scalars = 0.0
+    if world > 1:
+        replicated = all_reduce_bytes(layout.replicated_numel * bytes_per_element, world)
+        scalars = all_reduce_bytes(NUM_SCALARS * SCALAR_BYTES, world)
+        launches += 2
+    return Traffic(launches, tp_bytes, sync_bytes, replicated, scalars)
+
+
+def loads(spec: ModelSpec, replica: ReplicaPlan, seq_len: int) -> dict[int, int]:
+    """FLOPs of one sequence per live slot."""
+    found: dict[int, int] = defaultdict(int)
+    for slot in replica.live_slots:
+        found[slot] = sequence_flops(spec, replica, slot, seq_len)
+    return dict(found)

@@ -1,0 +1,1 @@
+"""Training under one plan: data, checkpoints, the step, the worker process."""

@@ -1,0 +1,237 @@
+"""Training text as fixed-length token sequences in an order that depends on nothing but a seed.
+
+Words: a *document* is one text file; documents are concatenated with a separator token and cut into *sequences* of
+`seq_len` tokens, with no mask between documents. Sequences are numbered as they lie in the token file (sequence index).
+*Samples* are numbered over the whole run: step k of a job with a global batch of B uses samples k*B .. (k+1)*B - 1,
+and the sequence behind a sample number is a pure function of the seed. No rank, layout or failure enters it.
+
+`prepare` runs once per run, in the process that starts it; workers rebuild the `Corpus` from its JSON form and only
+map the token file into memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from runflat.errors import DataError
+from runflat.train.sources import find_text_files
+from runflat.train.tokens import cached_token_file, load_codec
+
+# Streams of random numbers that must differ although they share the user's seed.
+_HOLDOUT_STREAM = 0
+_ORDER_STREAM = 1
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Tokenised text, split into held-out and training sequences; the same in every process that holds its JSON form.
+
+    Attributes:
+        token_file: path of the .npy file with all tokens, one dimension, uint16 or uint32.
+        seq_len: tokens per sequence.
+        vocab_size: number of token ids that may occur; the model's vocabulary must not be smaller.
+        separator_id: token id that follows each document.
+        seed: seed of the held-out selection and of the order of samples.
+        num_sequences: whole sequences in the token file; the tokens after the last one are not used.
+        num_holdout: sequences that are held out, never trained on.
+        fingerprint: SHA-256 (hex) of all tokens; equal fingerprints mean equal data.
+        source: what was read, for the log.
+    """
+
+    token_file: str
+    seq_len: int
+    vocab_size: int
+    separator_id: int
+    seed: int
+    num_sequences: int
+    num_holdout: int
+    fingerprint: str
+    source: str
+    # The permutation of the pass in use; a second thread that computes it again stores the same numbers.
+    _order: dict[int, npt.NDArray[np.int64]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @property
+    def num_train(self) -> int:
+        """Number of training sequences; one pass over the data has as many samples."""
+        return self.num_sequences - self.num_holdout
+
+    def train_sequences(self, start: int, count: int) -> npt.NDArray[np.int64]:
+        """Tokens of the samples start .. start+count-1, shape [count, seq_len]."""
+        return self._read(self.train_indices(start, count))
+
+    def train_indices(self, start: int, count: int) -> npt.NDArray[np.int64]:
+        """Sequence indices of the samples start .. start+count-1, shape [count]; each pass is its own permutation."""
+        if start < 0 or count < 0:
+            raise ValueError(f"samples {start} .. +{count}: neither number may be negative")
+        parts: list[npt.NDArray[np.int64]] = [np.empty(0, np.int64)]
+        while count > 0:
+            pass_number, offset = divmod(start, self.num_train)
+            part = self._pass_order(pass_number)[offset : offset + count]
+            parts.append(part)
+            start, count = start + len(part), count - len(part)
+        return np.concatenate(parts)
+
+    def holdout(self, start: int, count: int) -> npt.NDArray[np.int64]:
+        """Tokens of the held-out sequences start .. start+count-1, shape [count, seq_len]; the order never changes."""
+        if start < 0 or count < 0 or start + count > self.num_holdout:
+            raise ValueError(f"held-out sequences {start} .. +{count}: there are {self.num_holdout}")
+        return self._read(self.holdout_indices[start : start + count])
+
+    @cached_property
+    def holdout_indices(self) -> npt.NDArray[np.int64]:
+        """Sequence indices of the held-out set, ascending, shape [num_holdout]."""
+        return np.sort(_permutation(self.num_sequences, self.seed, _HOLDOUT_STREAM)[: self.num_holdout])
+
+    def sample_hash(self, previous: str, step: int, samples: Iterable[int]) -> str:
+        """`sample_hash` of one step, with the sequence indices filled in.
+
+        Args:
+            previous: hash of the steps before; "" at the first step.
+            step: step number.
+            samples: sample numbers that the step used, in any order.
+        """
+        numbers = list(samples)
+        return sample_hash(previous, step, [(i, int(self.train_indices(i, 1)[0])) for i in numbers])
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON form, a few hundred bytes; `from_json` gives an equal corpus in another process."""
+        return {fact.name: getattr(self, fact.name) for fact in fields(self) if fact.init}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Corpus:
+        """Corpus with the given `to_json` form; the token file is opened at the first read."""
+        return cls(**data)
+
+    @cached_property
+    def _tokens(self) -> npt.NDArray[np.integer[Any]]:
+        """Token file as a memory map, shape [num_sequences, seq_len]."""
+        try:
+            tokens = np.load(self.token_file, mmap_mode="r")
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"The token file {self.token_file} cannot be read: {error}. It is rebuilt from the text when the run "
+                f"is started again; if it was deleted while the run was active, stop and resume the run."
+            ) from error
+        used = self.num_sequences * self.seq_len
+        if len(tokens) < used:
+            raise DataError(
+                f"The token file {self.token_file} has {len(tokens)} tokens where {used} are expected: it was replaced "
+                f"or cut off. Delete it and start the run again; it is rebuilt from the text."
+            )
+        sequences: npt.NDArray[np.integer[Any]] = tokens[:used].reshape(self.num_sequences, self.seq_len)
+        return sequences
+
+    @cached_property
+    def _train_set(self) -> npt.NDArray[np.int64]:
+        """Sequence indices of the training set, ascending, shape [num_train]."""
+        is_train = np.ones(self.num_sequences, dtype=bool)
+        is_train[self.holdout_indices] = False
+        return np.flatnonzero(is_train).astype(np.int64)
+
+    def _pass_order(self, pass_number: int) -> npt.NDArray[np.int64]:
+        """Sequence indices of one pass over the training set in the order of its samples, shape [num_train]."""
+        order = self._order.get(pass_number)
+        if order is None:
+            order = self._train_set[_permutation(self.num_train, self.seed, _ORDER_STREAM, pass_number)]
+            self._order.clear()  # samples are asked for in rising order: one pass in memory is enough
+            self._order[pass_number] = order
+        return order
+
+    def _read(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        return self._tokens[indices].astype(np.int64)
+
+
+def prepare(
+    paths: Sequence[str],
+    *,
+    cache_dir: Path,
+    seq_len: int,
+    seed: int = 0,
+    tokenizer: Path | None = None,
+    holdout_fraction: float = 0.01,
+    max_holdout_sequences: int = 64,
+    model_vocab_size: int | None = None,
+) -> Corpus:
+    """Corpus of the given text; tokenises it unless `cache_dir` has the tokens of the very same files already.
+
+    Args:
+        paths: files, folders (searched for text files) and glob patterns; none means the source code of the running
+            Python's standard library.
+        cache_dir: where token files live; made if missing.
+        seq_len: tokens per sequence, at least 2.
+        seed: seed of the held-out selection and of the order of samples.
+        tokenizer: a tokenizer.json or a directory that has one; None makes each byte a token.
+        holdout_fraction: part of the sequences that is held out, 0 to below 1; 0 holds out nothing, anything above at
+            least one sequence.
+        max_holdout_sequences: most sequences to hold out.
+        model_vocab_size: rows of the model's embedding; a tokenizer with more ids is refused before any text is read.
+
+    Raises:
+        DataError: nothing readable, too little text for one training and one held-out sequence, an unusable
+            tokenizer, a vocabulary larger than the model's, or a cache directory that cannot be written.
+    """
+    codec = load_codec(tokenizer)
+    if model_vocab_size is not None and codec.vocab_size > model_vocab_size:
+        raise DataError(
+            f"The tokens have {codec.vocab_size} ids ({codec.name}) but the model's vocabulary has {model_vocab_size}. "
+            f"Set model.vocab_size to {codec.vocab_size} or more, or choose the tokenizer that belongs to the model."
+        )
+    tokens = cached_token_file(cache_dir, find_text_files(paths), codec)
+    num_sequences = tokens.num_tokens // seq_len
+    num_holdout = 0
+    if holdout_fraction > 0:
+        num_holdout = max(1, min(int(num_sequences * holdout_fraction), max_holdout_sequences))
+    if num_sequences - num_holdout < 1:
+        raise DataError(
+            f"The text has {tokens.num_tokens} tokens, too few for {1 + num_holdout} sequences of {seq_len} tokens "
+            f"(one to train on, {num_holdout} held out). Give more text with data.paths or lower data.seq_len."
+        )
+    return Corpus(
+        token_file=str(tokens.path),
+        seq_len=seq_len,
+        vocab_size=codec.vocab_size,
+        separator_id=codec.separator_id,
+        seed=seed,
+        num_sequences=num_sequences,
+        num_holdout=num_holdout,
+        fingerprint=tokens.fingerprint,
+        source=f"{tokens.num_tokens:,} tokens ({codec.name}) from {tokens.num_documents} files of "
+        + (", ".join(paths) if paths else "the Python standard library")
+        + (f", {tokens.num_skipped} skipped as not UTF-8 text" if tokens.num_skipped else ""),
+    )
+
+
+def sample_hash(previous: str, step: int, samples: Iterable[tuple[int, int]]) -> str:
+    """SHA-256 (hex) over the samples of all steps so far: two runs with equal hashes used the same sequences.
+
+    The order inside a step does not count, since it says only which replica had which sequence.
+
+    Args:
+        previous: hash of the steps before; "" at the first step.
+        step: step number.
+        samples: (sample number, sequence index) of each sample of the step.
+    """
+    digest = hashlib.sha256(bytes.fromhex(previous))
+    ordered = sorted(samples)
+    digest.update(struct.pack("<qq", step, len(ordered)))
+    for number, index in ordered:
+        digest.update(struct.pack("<qq", number, index))
+    return digest.hexdigest()
+
+
+def _permutation(count: int, *seeds: int) -> npt.NDArray[np.int64]:
+    """Permutation of 0 .. count-1 that is the same on every machine and under every numpy version.
+
+    It sorts the raw output of PCG64, which numpy guarantees to be stable; `Generator.permutation` is not guaranteed.
+    """
+    draws = np.random.PCG64(np.random.SeedSequence(list(seeds))).random_raw(count)
+    return np.argsort(draws, kind="stable").astype(np.int64)

@@ -1,0 +1,123 @@
+"""Which files a corpus is made of: what the user named, or the running Python's own standard library."""
+
+from __future__ import annotations
+
+import codecs
+import glob
+import os
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from runflat.errors import DataError
+
+# What a folder is searched for. A file that is named, or matched by a pattern, is read whatever it is called.
+# fmt: off
+TEXT_SUFFIXES = frozenset((
+    ".c", ".cc", ".cfg", ".cpp", ".css", ".csv", ".cu", ".go", ".h", ".hpp", ".html", ".ini", ".java", ".js",
+    ".json", ".jsonl", ".log", ".lua", ".md", ".pl", ".py", ".pyi", ".r", ".rb", ".rs", ".rst", ".scala", ".sh",
+    ".sql", ".swift", ".tex", ".toml", ".ts", ".txt", ".xml", ".yaml", ".yml",
+))
+# fmt: on
+# Folders of the standard library that hold no library text: tests, and copies of what stands elsewhere.
+_STDLIB_SKIPPED = frozenset({"dist-packages", "idlelib", "lib2to3", "site-packages", "test", "tests"})
+_CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """One file to read, with what tells whether it has changed since.
+
+    Attributes:
+        path: where it is, absolute.
+        size_bytes: its size.
+        mtime_ns: time of its last change, nanoseconds.
+    """
+
+    path: Path
+    size_bytes: int
+    mtime_ns: int
+
+
+def find_text_files(paths: Sequence[str]) -> tuple[TextFile, ...]:
+    """Files behind files, folders and glob patterns, each once, in an order that the machine does not influence.
+
+    The entries keep their order; inside a folder or pattern files are ordered by relative path. Folders are searched
+    recursively for `TEXT_SUFFIXES`, without hidden entries. No entry at all means the source code of the running
+    Python's standard library. Files that are not text are found too: only reading tells.
+
+    Raises:
+        DataError: an entry that does not exist, or no file at all.
+    """
+    found: dict[Path, None] = {}
+    for path in (path for entry in paths for path in _expand(entry)) if paths else _standard_library():
+        found.setdefault(path.resolve())
+    files = []
+    for path in found:
+        status = path.stat()
+        files.append(TextFile(path, status.st_size, status.st_mtime_ns))
+    if not files:
+        looked_at = ", ".join(paths) if paths else f"{_stdlib_root()} (the standard library, as no data was named)"
+        raise DataError(
+            f"No text file was found in {looked_at}. A folder is searched for {' '.join(sorted(TEXT_SUFFIXES))}; name "
+            f"other files themselves, or by a pattern such as 'folder/*', in data.paths."
+        )
+    return tuple(files)
+
+
+def is_text(path: Path) -> bool:
+    """True if the file can be opened and is UTF-8 text without NUL bytes; reads it in pieces."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    try:
+        with path.open("rb") as stream:
+            while chunk := stream.read(_CHUNK_BYTES):
+                if b"\0" in chunk:
+                    return False
+                decoder.decode(chunk)
+        decoder.decode(b"", final=True)
+    except (OSError, UnicodeDecodeError):
+        return False
+    return True
+
+
+def read_pieces(path: Path) -> Iterator[str]:
+    """Text of a UTF-8 file in pieces of about a mebibyte that end at a line's end, line endings as they stand."""
+    with path.open(encoding="utf-8", newline="") as stream:
+        while lines := stream.readlines(_CHUNK_BYTES):
+            yield "".join(lines)
+
+
+def _expand(entry: str) -> Iterable[Path]:
+    path = Path(entry).expanduser()
+    if path.is_dir():
+        return _in_folder(path, TEXT_SUFFIXES, frozenset())
+    if path.is_file():
+        return [path]
+    if glob.has_magic(entry):
+        return [match for name in sorted(glob.glob(str(path), recursive=True)) if (match := Path(name)).is_file()]
+    raise DataError(
+        f"data.paths names {entry}, which is neither a file nor a folder (looked for at {path.absolute()}). Relative "
+        f"paths start at the directory that runflat was started in."
+    )
+
+
+def _in_folder(root: Path, suffixes: frozenset[str], skipped: frozenset[str]) -> list[Path]:
+    """Files under a folder with one of the suffixes, by relative path; hidden and skipped folders are left out."""
+    files = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = (name for name in subfolders if name not in skipped and not name.startswith("."))
+        files += [
+            Path(folder, name) for name in names if not name.startswith(".") and Path(name).suffix.lower() in suffixes
+        ]
+    return sorted((path for path in files if path.is_file()), key=lambda path: path.relative_to(root).as_posix())
+
+
+def _stdlib_root() -> Path:
+    return Path(sysconfig.get_path("stdlib"))
+
+
+def _standard_library() -> list[Path]:
+    """Source files of the running Python's standard library, without tests, copies and what its build generated."""
+    files = _in_folder(_stdlib_root(), frozenset({".py"}), _STDLIB_SKIPPED)
+    return [path for path in files if not path.name.startswith("_sysconfigdata")]
