@@ -78,6 +78,8 @@ class RecoveryConfig(_Frozen):
     """Moving the lost units to their new holders."""
     join_s: float = Field(default=2.0, ge=0)
     """Stop while a returned device joins (most of its transfer runs under compute)."""
+    warm_up_s: float = Field(default=0.0, ge=0)
+    """From the return of a device until it may join: start, imports, self-test; training goes on meanwhile."""
     restart_s: float = Field(default=600.0, ge=0)
     """Stop, schedule, start, initialise, load."""
     checkpoint_interval_s: float | Literal["optimum"] = "optimum"

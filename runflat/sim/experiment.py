@@ -107,7 +107,9 @@ def make_trace(config: SimConfig, seed: int) -> FailureTrace:
     return trace.expand_nodes(config.trace_node_size) if config.trace_node_size > 1 else trace
 
 
-def event_entries(trace: FailureTrace, num_devices: int) -> list[tuple[float, str, tuple[int, ...]]]:
+def event_entries(
+    trace: FailureTrace, num_devices: int, warm_up_s: float = 0.0
+) -> list[tuple[float, str, tuple[int, ...]]]:
     """(time, ``fail`` or ``back``, devices) of a trace; devices of one incident move together.
 
     Rows about devices that the job does not hold are left out.
@@ -123,7 +125,7 @@ def event_entries(trace: FailureTrace, num_devices: int) -> list[tuple[float, st
     for (_, time_s, end_s), devices in groups.items():
         entries.append((time_s, "fail", tuple(devices)))
         if math.isfinite(end_s):
-            entries.append((end_s, "back", tuple(devices)))
+            entries.append((end_s + warm_up_s, "back", tuple(devices)))
     return entries
 
 
@@ -138,7 +140,7 @@ def simulate(
     span_s = min(config.days * DAY_S, trace.span_s) if config.trace else config.days * DAY_S
     rate = config.failures_per_s() or trace.num_incidents / span_s
     job = build_job(config, candidate, times=times, record=record, failures_per_s=rate)
-    entries = event_entries(trace, num_devices)
+    entries = event_entries(trace, num_devices, config.recovery.warm_up_s)
     early = [device for time_s, kind, devices in entries if kind == "fail" and time_s <= 0 for device in devices]
     job.settle(early)
     engine: Engine[tuple[int, ...]] = Engine(entry for entry in entries if not (entry[1] == "fail" and entry[0] <= 0))

@@ -96,7 +96,7 @@ class JobSim:
         self._now_s = 0.0
         self._booked = dict.fromkeys(Category, 0.0)
         self._sequences = self._unsaved = self._unsaved_busy = self._unsaved_wait = 0.0
-        self._step_part = 0.0  # steps done, modulo 1
+        self._steps = self._unsaved_steps = 0.0
         self._cycle_s = 0.0  # position in the cycle of running and saving
         self._energy_j = 0.0
         self._waiting: list[tuple[Category, float]] = []
@@ -113,6 +113,27 @@ class JobSim:
     def rates(self) -> Rates:
         """Rates in force."""
         return self._rates
+
+    @property
+    def num_hit_groups(self) -> int:
+        """Groups that lack a device."""
+        return len(self._placement.lost)
+
+    @property
+    def steps(self) -> float:
+        """Steps done, the part of the one in flight included."""
+        return self._steps
+
+    def time_at(self, step: float) -> float:
+        """Time in seconds at which ``steps`` will reach ``step``, if nothing happens; infinite if it never will.
+
+        Saves are not looked ahead for, so this is exact only without checkpoints that stop training.
+        """
+        waiting_s = sum(seconds for _, seconds in self._waiting)
+        left = max(step - self._steps, 0.0)
+        if left == 0.0:
+            return self._now_s
+        return self._now_s + waiting_s + left * self._rates.step_s if self._rates.sequences else math.inf
 
     def settle(self, devices: Iterable[int]) -> None:
         """Devices that are down before the job starts: they cost no incident."""
@@ -169,19 +190,22 @@ class JobSim:
         if everything:
             self._move(self._unsaved_busy, self._unsaved_wait)
             self._sequences -= self._unsaved
-            self._unsaved = self._unsaved_busy = self._unsaved_wait = 0.0
-            self._step_part = self._cycle_s = 0.0
-        elif self._costs.discard_step and self._rates.sequences and self._step_part > 0:
-            part_s = self._step_part * self._rates.step_s
+            self._steps -= self._unsaved_steps
+            self._unsaved = self._unsaved_busy = self._unsaved_wait = self._unsaved_steps = self._cycle_s = 0.0
+            return
+        part = self._steps - math.floor(self._steps + 1e-9)  # 1e-9: a sum that should be whole counts as whole
+        if self._costs.discard_step and self._rates.sequences and part > 0:
+            part_s = part * self._rates.step_s
             busy = min(part_s * self._rates.busy, self._booked[Category.PRODUCTIVE])
             wait = min(part_s * (self._rates.working - self._rates.busy), self._booked[Category.IMBALANCE])
             self._move(busy, wait)
-            lost = min(self._step_part * self._rates.sequences, self._sequences)
+            lost = min(part * self._rates.sequences, self._sequences)
             self._sequences -= lost
             self._unsaved = max(self._unsaved - lost, 0.0)
             self._unsaved_busy = max(self._unsaved_busy - busy, 0.0)
             self._unsaved_wait = max(self._unsaved_wait - wait, 0.0)
-            self._step_part = 0.0
+            self._steps -= part
+            self._unsaved_steps = max(self._unsaved_steps - part, 0.0)
 
     def _move(self, busy: float, wait: float) -> None:
         self._booked[Category.PRODUCTIVE] -= busy
@@ -233,7 +257,7 @@ class JobSim:
             saved = saves > 0
             self._booked[Category.CHECKPOINT] += rates.working * (seconds - running_s)
         if saved:
-            self._unsaved = self._unsaved_busy = self._unsaved_wait = 0.0
+            self._unsaved = self._unsaved_busy = self._unsaved_wait = self._unsaved_steps = 0.0
         else:
             since_s = running_s
         busy, wait = rates.busy, rates.working - rates.busy
@@ -244,7 +268,8 @@ class JobSim:
         self._unsaved += per_s * since_s
         self._unsaved_busy += busy * since_s
         self._unsaved_wait += wait * since_s
-        self._step_part = (self._step_part + running_s / rates.step_s) % 1.0
+        self._steps += running_s / rates.step_s
+        self._unsaved_steps += since_s / rates.step_s
         self._energy_j += rates.watts * seconds
 
     def _look(self) -> Rates:
