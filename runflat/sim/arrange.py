@@ -234,10 +234,12 @@ class Full:
         num_replicas: Replicas of the job.
         pp: Groups of a replica.
         spare: Whether a waiting whole group takes a dead one's place without a restart.
+        eager: Whether the job restarts on purpose as soon as that would give it a further replica.
     """
 
-    def __init__(self, num_groups: int, num_replicas: int, pp: int, *, spare: bool) -> None:
-        self._num_groups, self._num_replicas, self._pp, self._spare = num_groups, num_replicas, pp, spare
+    def __init__(self, num_groups: int, num_replicas: int, pp: int, *, spare: bool, eager: bool) -> None:
+        self._num_groups, self._num_replicas, self._pp = num_groups, num_replicas, pp
+        self._spare, self._eager = spare, eager
         self._dead: dict[int, None] = {}
         self._waiting: dict[int, None] = dict.fromkeys(range(num_replicas * pp, num_groups))
         self._active = num_replicas
@@ -251,7 +253,9 @@ class Full:
             if not change.lost and group in self._dead:
                 del self._dead[group]
                 self._waiting[group] = None
-                if not self._active and len(self._waiting) >= self._pp:
+                whole = self._num_groups - len(self._dead)
+                more = min(whole // self._pp, self._num_replicas) > self._active
+                if more and (self._eager or not self._active):
                     self._form()
                     return Strategy.RESTART
             return None

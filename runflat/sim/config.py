@@ -82,6 +82,9 @@ class RecoveryConfig(_Frozen):
     """From the return of a device until it may join: start, imports, self-test; training goes on meanwhile."""
     restart_s: float = Field(default=600.0, ge=0)
     """Stop, schedule, start, initialise, load."""
+    restart_to_rejoin: bool = False
+    """Chains of ``restart`` alone: restart on purpose once a repaired replica can join, instead of waiting for the
+    next failure."""
     checkpoint_interval_s: float | Literal["optimum"] = "optimum"
     """Running seconds between saves; ``optimum`` is sqrt(2 x save x time between failures)."""
     checkpoint_save_s: float = Field(default=5.0, ge=0)
@@ -200,7 +203,13 @@ class SimConfig(_Frozen):
                 Strategy.DROP: (detect, reform),
                 Strategy.RESTART: (detect, (Category.RESTART, given.restart_s)),
             },
-            gain={Strategy.SPARE: join, Strategy.NTP: join, Strategy.DROP: join},
+            gain={
+                Strategy.SPARE: join,
+                Strategy.NTP: join,
+                Strategy.DROP: join,
+                # On purpose: saved just before, so nothing has to be found out or done again.
+                Strategy.RESTART: ((Category.RESTART, given.restart_s),),
+            },
             discard_step=given.discard_step,
             checkpoint_interval_s=interval_s,
             checkpoint_save_s=given.checkpoint_save_s,

@@ -64,7 +64,13 @@ def build_job(
     placement = Placement(topology, cover=Strategy.SPARE in chain)
     arrangement: Arrangement
     if not {Strategy.NTP, Strategy.DROP} & set(chain):
-        arrangement = Full(topology.num_groups, topology.dp, topology.pp, spare=Strategy.SPARE in chain)
+        arrangement = Full(
+            topology.num_groups,
+            topology.dp,
+            topology.pp,
+            spare=Strategy.SPARE in chain,
+            eager=config.recovery.restart_to_rejoin,
+        )
     else:
         # Under a cap spare domains form replicas of their own, as the fixed minibatch of arXiv 2504.06095 has them.
         extra = config.rule is BatchRule.CAPPED and Strategy.SPARE in chain
@@ -181,6 +187,8 @@ class CandidateResult:
     """The same over those of the healthy job: spares do not count against it."""
     ledger: Ledger
     """Device-seconds, summed over seeds."""
+    num_devices: int
+    """Devices held."""
     device_hours: float
     """Devices held times hours, of one seed."""
     incidents_per_day: dict[str, float]
@@ -236,6 +244,7 @@ def summarise(config: SimConfig, candidate: str, runs: Sequence[Totals], healthy
         goodput=band([value * used for value in throughput]),
         throughput=band(throughput),
         ledger=Ledger().merge(run.ledger for run in runs),
+        num_devices=topology.num_devices,
         device_hours=topology.num_devices * runs[0].wall_s / 3600,
         incidents_per_day={name: count / (wall_s / DAY_S) for name, count in sorted(incidents.items())},
         pauses=sum(run.pauses for run in runs) / len(runs),

@@ -170,8 +170,8 @@ class JobSim:
         if strategy is not None:
             restart = strategy is Strategy.RESTART
             self._incidents[strategy.value if failed else f"+{strategy.value}"] += 1
-            phases = (self._costs.loss if failed or restart else self._costs.gain).get(strategy, ())
-            if failed or restart:
+            phases = (self._costs.loss if failed else self._costs.gain).get(strategy, ())
+            if failed:
                 self._discard(everything=restart)
             if self._restarting and self._waiting and not restart:
                 # The job was restarting: that starts again, whatever the second fault alone would have cost.

@@ -1,0 +1,173 @@
+"""Which chain, how many spares, how much power headroom: the answer in words, with what it is worth and how sure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from runflat.plan.strategies import Strategy
+from runflat.sim.config import SimConfig, parse_candidate
+from runflat.sim.experiment import CandidateResult, run_all
+from runflat.sim.sweep import Axis, varied
+from runflat.sim.tables import columns, percent
+
+MONTH_H = 730.0
+"""Hours of a month."""
+
+CHAINS = ("restart", "spare,restart", "drop,restart", "ntp,drop,restart", "spare,ntp,drop,restart")
+"""Chains that are compared; the first is what a job without any of this does."""
+
+SHIFTS: tuple[tuple[str, Axis, float], ...] = (
+    ("half the failures", "rate", 0.5),
+    ("twice the failures", "rate", 2.0),
+    ("repairs in half the time", "repair", 0.5),
+    ("repairs in twice the time", "repair", 2.0),
+)
+"""What is changed to see whether the advice would change."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """One set-up that was tried."""
+
+    chain: str
+    spare_domains: int
+    result: CandidateResult
+    lost_h: float
+    """Device-hours a month that did not become committed tokens, spares counted in."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """The answer."""
+
+    best: Option
+    options: tuple[Option, ...]
+    """Best first."""
+    baseline: Option
+    """Restarting, with the spares that the question has."""
+    boost_h: float | None
+    """Device-hours a month that the power headroom is worth; None without power in the question."""
+    shifts: tuple[tuple[str, str, int], ...]
+    """(what was changed, best chain then, its spare domains)."""
+
+    @property
+    def saved_h(self) -> float:
+        """Device-hours a month that the best option saves against the baseline."""
+        return self.baseline.lost_h - self.best.lost_h
+
+    @property
+    def saved_error_h(self) -> float:
+        """Standard error of :attr:`saved_h` over draws, taking both results as independent (so too large)."""
+        first, second = (
+            option.result.num_devices * MONTH_H * option.result.goodput.error for option in (self.best, self.baseline)
+        )
+        return float((first**2 + second**2) ** 0.5)
+
+    def to_json(self) -> dict[str, object]:
+        """The answer as a result file."""
+        rows = [
+            {
+                "chain": option.chain,
+                "spare_domains": option.spare_domains,
+                "goodput": option.result.goodput.mean,
+                "goodput_error": option.result.goodput.error,
+                "lost_device_h_per_month": option.lost_h,
+            }
+            for option in self.options
+        ]
+        return {
+            "best": rows[0],
+            "options": rows,
+            "saved_device_h_per_month": self.saved_h,
+            "saved_error_device_h": self.saved_error_h,
+            "boost_device_h_per_month": self.boost_h,
+            "shifts": [{"if": what, "chain": chain, "spare_domains": n} for what, chain, n in self.shifts],
+        }
+
+
+def _spare_counts(config: SimConfig) -> list[int]:
+    """Numbers of spare domains worth a try: none, what the question has, and about 0.5, 1, 2 and 4 % of the job's."""
+    domains = config.topology.num_job_domains
+    return sorted(
+        {0, config.cluster.spare_domains, *(max(round(domains * share), 1) for share in (0.005, 0.01, 0.02, 0.04))}
+    )
+
+
+def _with_spares(config: SimConfig, spare_domains: int, chains: Sequence[str]) -> SimConfig:
+    cluster = config.cluster.model_copy(update={"spare_domains": spare_domains})
+    return config.model_copy(update={"cluster": cluster, "strategies": tuple(chains)})
+
+
+def _options(config: SimConfig, boost: bool) -> list[Option]:
+    """Each chain without spares, and those that use spares at each count; best first."""
+    found: list[Option] = []
+    for count in _spare_counts(config):
+        chains = [
+            chain.replace("ntp", "ntp+boost") if boost else chain
+            for chain in CHAINS
+            if (Strategy.SPARE in parse_candidate(chain)[0]) == (count > 0)
+        ]
+        if count == config.cluster.spare_domains and count:
+            chains.append("restart")
+        for result in run_all(_with_spares(config, count, chains), record=False):
+            lost_h = result.num_devices * MONTH_H * (1 - result.goodput.mean)
+            found.append(Option(chain=result.candidate, spare_domains=count, result=result, lost_h=lost_h))
+    return sorted(found, key=lambda option: (-option.result.goodput.mean, option.chain))
+
+
+def advise(config: SimConfig) -> Advice:
+    """The advice for a question; its own list of strategies is not used."""
+    options = _options(config, boost=config.power is not None)
+    baseline = next(
+        option
+        for option in options
+        if option.chain == "restart" and option.spare_domains in (config.cluster.spare_domains, 0)
+    )
+    boost_h = None
+    if config.power is not None:
+        best = options[0]
+        plain = best.chain.replace("+boost", "")
+        (without,) = run_all(_with_spares(config, best.spare_domains, (plain,)), record=False)
+        boost_h = (best.result.goodput.mean - without.goodput.mean) * best.result.num_devices * MONTH_H
+    shifts = []
+    if config.failures is not None:
+        fewer = config.model_copy(update={"seeds": max(config.seeds // 3, 2)})
+        for words, axis, factor in SHIFTS:
+            best = _options(varied(fewer, axis, factor), boost=config.power is not None)[0]
+            shifts.append((words, best.chain, best.spare_domains))
+    return Advice(best=options[0], options=tuple(options), baseline=baseline, boost_h=boost_h, shifts=tuple(shifts))
+
+
+def advice_text(config: SimConfig, advice: Advice) -> str:
+    """The advice for people: what to do, what it is worth a month, how sure that is."""
+    best, base = advice.best, advice.baseline
+    price = config.cluster.price_per_device_h
+    money = f", {advice.saved_h * price:,.0f} a month at {price:g} per device-hour" if price else ""
+    lines = [
+        f"Use the chain {best.chain} with {best.spare_domains} spare domain(s) of {config.cluster.domain_size}.",
+        f"Goodput {percent(best.result.goodput.mean)} % against {percent(base.result.goodput.mean)} % for {base.chain} "
+        f"with {base.spare_domains} spare domain(s): worth {advice.saved_h:,.0f} device-hours a month{money}.",
+        f"Chance alone moves that by +-{advice.saved_error_h:,.0f} (one standard error over {config.seeds} draws).",
+    ]
+    if advice.boost_h is None:
+        lines.append("Power: none in the question, so no boost was considered.")
+    elif config.power and config.power.max_w <= config.power.nominal_w:
+        lines.append("Power: nominal limit equals the maximum, so there is no headroom and boost does nothing.")
+    else:
+        lines.append(f"Power headroom is worth {advice.boost_h:,.0f} device-hours a month of that.")
+    for words, chain, spares in advice.shifts:
+        same = chain == best.chain and spares == best.spare_domains
+        lines.append(f"With {words}: " + ("the same advice." if same else f"{chain} with {spares} spare domain(s)."))
+    rows = [["chain", "spare domains", "goodput %", "+-", "device-h lost a month"]]
+    rows += [
+        [
+            option.chain,
+            str(option.spare_domains),
+            percent(option.result.goodput.mean),
+            percent(option.result.goodput.error),
+            f"{option.lost_h:,.0f}",
+        ]
+        for option in advice.options
+    ]
+    return "\n".join([*lines, "", columns(rows)])
