@@ -21,8 +21,9 @@ from runflat.parallel.optimizer import OptimizerSettings, apply_update, clip_coe
 class StepResult:
     """What every device knows after a step. `loss` is nats per target token, `grad_norm` the norm before clipping.
 
-    `skipped`: a gradient was not finite, and no device applied the step. `compute_s` and `sync_s` are this device's
-    seconds until its gradients were final and until all gradients were summed.
+    `skipped`: a gradient was not finite, and no device applied the step. `stop`: some device asked to end after this
+    step; all see it alike. `compute_s` and `sync_s` are this device's seconds until its gradients were final and until
+    all gradients were summed.
     """
 
     loss: float
@@ -30,6 +31,7 @@ class StepResult:
     grad_norm: float
     lr: float
     skipped: bool
+    stop: bool
     compute_s: float
     sync_s: float
 
@@ -63,9 +65,9 @@ def backward(trainer: Trainer, batches: Sequence[torch.Tensor], labels: Sequence
 
 
 def train_step(
-    trainer: Trainer, batches: Sequence[torch.Tensor], labels: Sequence[torch.Tensor], step: int
+    trainer: Trainer, batches: Sequence[torch.Tensor], labels: Sequence[torch.Tensor], step: int, stop: bool = False
 ) -> StepResult:
-    """Run step `step` (0-based) on this replica's micro-batches [B, T] and apply it.
+    """Run step `step` (0-based) on this replica's micro-batches [B, T] and apply it; `stop` asks all to end after it.
 
     Raises:
         CommsError: a member was lost; nothing of the step has been applied.
@@ -75,7 +77,7 @@ def train_step(
     computed = time.perf_counter()
     trainer.sync.finish()
     synced = time.perf_counter()
-    scalars = _end_of_step(trainer, loss_sum, tokens)
+    scalars = _end_of_step(trainer, loss_sum, tokens, stop)
     num_tokens, squared = int(scalars[2]), float(scalars[3])
     norm = math.sqrt(squared) / num_tokens if math.isfinite(squared) else math.nan
     skipped = float(scalars[4]) > 0
@@ -84,12 +86,19 @@ def train_step(
         scale = clip_coefficient(norm, trainer.settings.clip_norm) / num_tokens
         apply_update(trainer.optimizer, trainer.params, scale, lr)
     return StepResult(
-        float(scalars[1]) / num_tokens, num_tokens, norm, lr, skipped, computed - started, synced - computed
+        loss=float(scalars[1]) / num_tokens,
+        num_target_tokens=num_tokens,
+        grad_norm=norm,
+        lr=lr,
+        skipped=skipped,
+        stop=float(scalars[5]) > 0,
+        compute_s=computed - started,
+        sync_s=synced - computed,
     )
 
 
-def _end_of_step(trainer: Trainer, loss_sum: float, tokens: int) -> torch.Tensor:
-    """The step's one small all-reduce: ones, loss sum, tokens, squared norm, non-finite flag, pending generation.
+def _end_of_step(trainer: Trainer, loss_sum: float, tokens: int, stop: bool) -> torch.Tensor:
+    """The step's one small all-reduce: ones, loss sum, tokens, squared norm, non-finite flag, stop.
 
     It is also the barrier: whoever has its result knows that every device entered it with final gradients. The ones
     must add up to the number of devices before anything changes state.
@@ -101,7 +110,7 @@ def _end_of_step(trainer: Trainer, loss_sum: float, tokens: int) -> torch.Tensor
         float(tokens) if trainer.reports else 0.0,
         squared if math.isfinite(squared) else 0.0,
         0.0 if math.isfinite(squared) else 1.0,
-        0.0,
+        float(stop),
     ]
     device = next(iter(trainer.params.values())).device
     scalars = torch.tensor(local, dtype=torch.float64, device=device)

@@ -1,0 +1,155 @@
+"""The tensors of checkpoints: write a device's shard, read any ranges of any parameter back (torch, safetensors)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from runflat.errors import CheckpointError
+from runflat.parallel.shard import WeightSource, read_slices
+from runflat.plan.plan import Place, Plan
+from runflat.plan.units import ModelSpec, ParamSpec, Range, shard_pieces
+from runflat.train.checkpoint import (
+    TENSORS,
+    Checkpoint,
+    ShardFile,
+    describe_shard,
+    file_ranges,
+    partial_folder,
+    shard_name,
+    unit_axes,
+    written_units,
+)
+
+
+def write_shard(
+    run: Path,
+    spec: ModelSpec,
+    plan: Plan,
+    place: Place,
+    step: int,
+    params: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+) -> ShardFile:
+    """Write what the device at `place` is to write of the state after `step`; returns the index entry.
+
+    Raises:
+        OSError: the file could not be written.
+    """
+    units = written_units(spec, plan, place)
+    replicated = place == plan.places[0]
+    held = plan.replica(place[0]).held(spec.kinds, place[1])
+    tensors: dict[str, torch.Tensor] = {}
+    for param in spec.params:
+        if param.dim is None and not replicated:
+            continue
+        ranges = _local_ranges(spec, param, held, units)
+        if param.dim is not None and not ranges:
+            continue
+        state = optimizer.state[params[param.name]]
+        weight = params[param.name].detach()
+        for kind, tensor in zip(TENSORS, (weight, *_moments(state, weight)), strict=True):
+            tensors[f"{kind}/{param.name}"] = _take(tensor, param, ranges).cpu()
+    path = partial_folder(run, step, plan.generation) / shard_name(place)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        save_file(tensors, path)
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+    return describe_shard(path, unit_axes(spec, units), replicated)
+
+
+def _moments(state: Mapping[str, torch.Tensor], like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    if not state:  # no step has been applied yet
+        return torch.zeros_like(like), torch.zeros_like(like)
+    return state["exp_avg"], state["exp_avg_sq"]
+
+
+def _local_ranges(
+    spec: ModelSpec, param: ParamSpec, held: Mapping[str, tuple[int, ...]], units: Mapping[str, tuple[int, ...]]
+) -> list[Range]:
+    """Ranges of the local shard that hold `units`, in storage order."""
+    if param.dim is None:
+        return []
+    wanted = {kind: set(listed) for kind, listed in units.items()}
+    return [(p.start, p.stop) for p in shard_pieces(spec, param, held) if p.unit in wanted[p.kind]]
+
+
+def _take(tensor: torch.Tensor, param: ParamSpec, ranges: list[Range]) -> torch.Tensor:
+    if param.dim is None:
+        return tensor.contiguous()
+    return torch.cat([tensor.narrow(param.dim, start, stop - start) for start, stop in ranges], dim=param.dim)
+
+
+def checkpoint_tensors(checkpoint: Checkpoint, kind: str) -> WeightSource:
+    """Reads ranges of `kind` (weight, exp_avg, exp_avg_sq) of any parameter; only the needed slices are read.
+
+    Raises:
+        CheckpointError: elements that no file has.
+    """
+    opened = {shard.name: safe_open(str(checkpoint.folder / shard.name), framework="pt") for shard in checkpoint.files}
+
+    def read(param: ParamSpec, ranges: tuple[Range, ...]) -> torch.Tensor:
+        key = f"{kind}/{param.name}"
+        if param.dim is None:
+            shard = next(shard for shard in checkpoint.files if shard.replicated)
+            whole: torch.Tensor = opened[shard.name].get_tensor(key)
+            return whole
+        pieces: list[tuple[int, torch.Tensor]] = []
+        for shard in checkpoint.files:
+            stored = file_ranges(param, shard.axes)
+            overlaps = _overlaps(ranges, stored)
+            if overlaps:
+                lazy = opened[shard.name].get_slice(key)
+                for position, start, stop in overlaps:
+                    pieces.append((position, read_slices(lazy, param, ((start, stop),))))
+        pieces.sort(key=lambda piece: piece[0])
+        found = sum(piece.shape[param.dim] for _, piece in pieces)
+        wanted = sum(stop - start for start, stop in ranges)
+        if found != wanted:
+            raise CheckpointError(f"{checkpoint.folder} holds {found} of {wanted} wanted rows of {param.name}.")
+        return torch.cat([piece for _, piece in pieces], dim=param.dim)
+
+    return read
+
+
+def _overlaps(wanted: tuple[Range, ...], stored: tuple[Range, ...]) -> list[tuple[int, int, int]]:
+    """(position in the wanted elements, start, stop in the stored ones) of every common run."""
+    found = []
+    position = 0
+    for first, last in wanted:
+        offset = 0
+        for start, stop in stored:
+            low, high = max(first, start), min(last, stop)
+            if low < high:
+                found.append((position + low - first, offset + low - start, offset + high - start))
+            offset += stop - start
+        position += last - first
+    return found
+
+
+def load_optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    spec: ModelSpec,
+    params: Mapping[str, nn.Parameter],
+    ranges_of: Mapping[str, tuple[Range, ...]],
+    checkpoint: Checkpoint,
+) -> None:
+    """Fill AdamW's state for the local shard from `checkpoint`."""
+    step = checkpoint.progress.optimizer_step
+    if not step:
+        return
+    first, second = checkpoint_tensors(checkpoint, "exp_avg"), checkpoint_tensors(checkpoint, "exp_avg_sq")
+    for param in spec.params:
+        weight = params[param.name]
+        ranges = ranges_of[param.name]
+        optimizer.state[weight] = {
+            "step": torch.tensor(float(step)),
+            "exp_avg": first(param, ranges).to(device=weight.device, dtype=weight.dtype),
+            "exp_avg_sq": second(param, ranges).to(device=weight.device, dtype=weight.dtype),
+        }
