@@ -102,11 +102,14 @@ def _with_spares(config: SimConfig, spare_domains: int, chains: Sequence[str]) -
 def _options(config: SimConfig, boost: bool) -> list[Option]:
     """Each chain without spares, and those that use spares at each count; best first."""
     found: list[Option] = []
+    topology = config.topology
+    others = topology.num_spare_devices > 0 or topology.domain_size % topology.tp_full > 0
     for count in _spare_counts(config):
         chains = [
             chain.replace("ntp", "ntp+boost") if boost else chain
             for chain in CHAINS
-            if (Strategy.SPARE in parse_candidate(chain)[0]) == (count > 0)
+            if (Strategy.SPARE in parse_candidate(chain)[0] and (count > 0 or others))
+            or (Strategy.SPARE not in parse_candidate(chain)[0] and count == 0)
         ]
         if count == config.cluster.spare_domains and count:
             chains.append("restart")
