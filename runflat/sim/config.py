@@ -86,7 +86,7 @@ class RecoveryConfig(_Frozen):
     """Chains of ``restart`` alone: restart on purpose once a repaired replica can join, instead of waiting for the
     next failure."""
     checkpoint_interval_s: float | Literal["optimum"] = "optimum"
-    """Running seconds between saves; ``optimum`` is sqrt(2 x save x time between failures)."""
+    """Running seconds between saves; ``optimum`` is sqrt(2 x save x time between failures), at least a step."""
     checkpoint_save_s: float = Field(default=5.0, ge=0)
     """Seconds that a save stops training."""
     discard_step: bool = True
@@ -190,11 +190,6 @@ class SimConfig(_Frozen):
         reform = (Category.REFORM, given.reform_s)
         transfer = (Category.TRANSFER, given.transfer_s)
         join: Phases = ((Category.REFORM, given.join_s),)
-        interval_s = given.checkpoint_interval_s
-        if interval_s == "optimum":
-            interval_s = math.inf
-            if failures_per_s > 0 and given.checkpoint_save_s > 0:
-                interval_s = math.sqrt(2 * given.checkpoint_save_s / failures_per_s)
         return Costs(
             start_s=given.start_s,
             loss={
@@ -211,9 +206,19 @@ class SimConfig(_Frozen):
                 Strategy.RESTART: ((Category.RESTART, given.restart_s),),
             },
             discard_step=given.discard_step,
-            checkpoint_interval_s=interval_s,
+            checkpoint_interval_s=self._interval_s(failures_per_s),
             checkpoint_save_s=given.checkpoint_save_s,
         )
+
+    def _interval_s(self, failures_per_s: float) -> float:
+        """Running seconds between saves."""
+        given = self.recovery.checkpoint_interval_s
+        if given != "optimum":
+            return given
+        if failures_per_s <= 0:
+            return math.inf
+        # Saves that cost nothing are made after every step.
+        return max(math.sqrt(2 * self.recovery.checkpoint_save_s / failures_per_s), self.job.step_s)
 
     def failures_per_s(self) -> float:
         """Rate of failures of all devices held; 0 for a recorded trace, whose rate is not known before it is read."""

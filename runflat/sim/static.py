@@ -17,6 +17,7 @@ class StaticResult:
     """Over many placements of the same number of failed devices."""
 
     failed: float
+    """Share of devices that failed: the nearest to what was asked that whole blocks allow."""
     throughput: Band
     """Over the healthy job's."""
     whole_groups: Band
@@ -61,7 +62,31 @@ def at_failed_share(
         throughput.append(job.rates.sequences_per_s / healthy)
         whole.append(1 - job.num_hit_groups / topology.num_groups)
         watts.append(job.rates.watts / start.watts if start.watts else 0.0)
-    return StaticResult(failed=failed, throughput=band(throughput), whole_groups=band(whole), watts=band(watts))
+    return StaticResult(
+        failed=hit_blocks * block / topology.num_devices,
+        throughput=band(throughput),
+        whole_groups=band(whole),
+        watts=band(watts),
+    )
+
+
+def whole_groups(config: SimConfig, failed: float, *, draws: int, rng: np.random.Generator) -> tuple[float, Band]:
+    """(share of devices that failed, share of groups without one of them) over placements by chance.
+
+    Args:
+        config: The cluster and job.
+        failed: Share 0..1 of devices; the nearest whole number of devices is taken.
+        draws: Placements to average over.
+        rng: The only source of chance.
+    """
+    topology = config.topology
+    num_failed = round(failed * topology.num_devices)
+    group = np.array([-1 if (g := topology.group_of(d)) is None else g for d in range(topology.num_devices)])
+    shares = []
+    for _ in range(draws):
+        hit = np.unique(group[rng.choice(topology.num_devices, size=num_failed, replace=False)])
+        shares.append(1 - float((hit >= 0).sum()) / topology.num_groups)
+    return num_failed / topology.num_devices, band(shares)
 
 
 def spares_needed(config: SimConfig, candidate: str, hit_groups: int, *, times: Times | None = None) -> int:
