@@ -7,7 +7,7 @@ changes at restarts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Protocol
 
 from runflat.plan.strategies import Strategy
@@ -23,6 +23,9 @@ class Arrangement(Protocol):
 
     def apply(self, change: Change, *, failed: bool) -> Strategy | None:
         """Take a change in; the link that handles it, or None if no working replica notices."""
+
+    def key(self) -> Hashable:
+        """The state in short: equal keys mean equal classes."""
 
     def classes(self) -> list[ReplicaClass]:
         """The replicas that can work now."""
@@ -128,6 +131,10 @@ class Packed:
     def _works(self, lost: int) -> bool:
         return not lost or self._link(lost) is Strategy.NTP
 
+    def key(self) -> Hashable:
+        """See :class:`Arrangement`."""
+        return tuple(sorted(self._histogram.items()))
+
     def classes(self) -> list[ReplicaClass]:
         """See :class:`Arrangement`."""
         pp = self._pp
@@ -212,6 +219,10 @@ class Placed:
         if not self._kinds[key]:
             del self._kinds[key]
 
+    def key(self) -> Hashable:
+        """See :class:`Arrangement`."""
+        return tuple(sorted(self._kinds.items()))
+
     def classes(self) -> list[ReplicaClass]:
         """See :class:`Arrangement`."""
         found: list[ReplicaClass] = []
@@ -285,6 +296,10 @@ class Full:
             while group in self._dead or group in self._waiting:
                 group -= 1
             self._waiting[group] = None
+
+    def key(self) -> Hashable:
+        """See :class:`Arrangement`."""
+        return self._active
 
     def classes(self) -> list[ReplicaClass]:
         """See :class:`Arrangement`."""

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
 from runflat.cluster.ledger import Category, Ledger
 from runflat.plan.strategies import Strategy
 from runflat.sim.arrange import Arrangement
 from runflat.sim.placement import Placement
-from runflat.sim.rates import IDLE_POWER, Rates, RateTable, ReplicaClass
+from runflat.sim.rates import IDLE_POWER, Rates, RateTable
 
 Phases = tuple[tuple[Category, float], ...]
 """Seconds of each phase of a recovery, in order."""
@@ -104,7 +104,7 @@ class JobSim:
         self._incidents: Counter[str] = Counter()
         self._pauses = self._peak = 0
         self._series = Series() if record else None
-        self._cache: dict[tuple[ReplicaClass, ...], Rates] = {}
+        self._cache: dict[Hashable, Rates] = {}
         self._rates = self._look()
         if costs.start_s:
             self._waiting.append((Category.START, costs.start_s))
@@ -274,11 +274,11 @@ class JobSim:
 
     def _look(self) -> Rates:
         """Rates of the replicas that the present health allows."""
-        key = tuple(self._arrangement.classes())
+        key = self._arrangement.key()
         if key not in self._cache:
             if len(self._cache) > 4096:
                 self._cache.clear()
-            self._cache[key] = self._table.rates(key)
+            self._cache[key] = self._table.rates(self._arrangement.classes())
         return self._cache[key]
 
     def _note(self) -> None:
