@@ -9,6 +9,9 @@ import torch
 from torch.nn import functional as F  # noqa: N812 - torch's own convention
 from torch.overrides import TorchFunctionMode
 
+_WITH_DTYPE = frozenset({torch.Tensor.to, F.softmax, torch.softmax, torch.Tensor.softmax})
+_CASTING = _WITH_DTYPE | {torch.Tensor.float}
+
 
 class LiftCasts(TorchFunctionMode):
     """Makes every float64 -> float32 cast inside a forward a no-op; all else is untouched.
@@ -21,13 +24,22 @@ class LiftCasts(TorchFunctionMode):
         self, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run `func`, without the cast if it is one of float64 to float32."""
-        options = dict(kwargs or {})
-        first = args[0] if args else None
-        if isinstance(first, torch.Tensor) and first.dtype == torch.float64:
+        options = kwargs or {}
+        if func in _CASTING and args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
             if func is torch.Tensor.float:
-                return first
+                return args[0]
             if func is torch.Tensor.to:
                 args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
-            if func in (torch.Tensor.to, F.softmax, torch.softmax, torch.Tensor.softmax):
-                options = {k: torch.float64 if v is torch.float32 else v for k, v in options.items()}
+            options = {k: torch.float64 if v is torch.float32 else v for k, v in options.items()}
         return func(*args, **options)
+
+
+def lift_forward(model: torch.nn.Module) -> None:
+    """Make every later forward of `model` run under `LiftCasts`."""
+    forward = model.forward
+
+    def lifted(*args: Any, **kwargs: Any) -> Any:
+        with LiftCasts():
+            return forward(*args, **kwargs)
+
+    model.forward = lifted  # an instance attribute, on this one model only

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
 
 from runflat.check.reference import Batch
@@ -17,6 +18,24 @@ SMALL_VOCAB = 503
 SMALL_WINDOW = 5
 SMALL_SEQ_LEN = 16
 PADDING_ID = 3
+
+PROOF_SET: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "llama-gqa": ("llama", {"num_key_value_heads": 8}),
+    "llama-gqa4": ("llama", {"num_key_value_heads": 4}),
+    "llama-mha": ("llama", {}),
+    "qwen2": ("qwen2", {"num_key_value_heads": 8}),
+    "qwen3": ("qwen3", {"num_key_value_heads": 4}),
+    "mistral": ("mistral", {}),
+    "gemma2": ("gemma2", {}),
+    "phi3": ("phi3", {"num_key_value_heads": 8, "sliding_window": SMALL_WINDOW}),
+}
+"""Models that are proven: transformers' type, and what to change in `small_config` for TP 8 (16 query heads)."""
+
+
+def proof_config(name: str, **overrides: Any) -> PreTrainedConfig:
+    """The small configuration of a model of the proof set."""
+    model_type, changes = PROOF_SET[name]
+    return small_config(architecture(model_type), 8, **{**changes, **overrides})
 
 
 def architecture(name: str) -> PreTrainedConfig:
@@ -39,10 +58,18 @@ def small_config(config: PreTrainedConfig, tp: int, **overrides: Any) -> PreTrai
 
     The ratio of query to KV heads is kept and there are at least 2 x `tp` query heads; FFN width and vocabulary divide
     by nothing; a sliding window and soft-caps, where the architecture has them, are set so low that they act.
+
+    Raises:
+        ModelError: the configuration has no attention heads at its top level, or refuses the small sizes.
     """
     fields: dict[str, Any] = config.to_dict()
-    heads = int(fields["num_attention_heads"])
-    group = heads // int(fields.get("num_key_value_heads") or heads)
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int):
+        raise ModelError(
+            f"a model of type '{config.model_type}' has no single number of attention heads, so it cannot be built "
+            "small: name a text-only causal LM such as llama, qwen2 or mistral."
+        )
+    group = heads // int(getattr(config, "num_key_value_heads", None) or heads)
     small_heads = -(-2 * tp // group) * group
     small: dict[str, Any] = {
         "num_hidden_layers": 2,
@@ -60,15 +87,19 @@ def small_config(config: PreTrainedConfig, tp: int, **overrides: Any) -> PreTrai
     }
     if fields.get("head_dim") is not None:
         small["head_dim"] = SMALL_HEAD_DIM
-    for name, value in _biting(fields).items():
-        small[name] = value
+    small.update(_biting(fields))
     small.update(overrides)
-    if "hidden_size" not in overrides and not fields.get("head_dim"):
+    if "hidden_size" not in overrides:
         small["hidden_size"] = small["num_attention_heads"] * SMALL_HEAD_DIM
-    kept = {
-        k: v for k, v in fields.items() if k not in ("dtype", "torch_dtype", "transformers_version", "architectures")
-    }
-    return type(config)(**{**kept, **{k: v for k, v in small.items() if k in kept or k in overrides or v is not None}})
+    dropped = ("dtype", "torch_dtype", "transformers_version", "architectures")
+    kept = {k: v for k, v in fields.items() if k not in dropped}
+    chosen = {k: v for k, v in small.items() if k in kept or k in overrides or v is not None}
+    try:
+        return type(config)(**{**kept, **chosen})
+    except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
+        raise ModelError(
+            f"a model of type '{config.model_type}' cannot be built small: {error} Use --full to take it as it is."
+        ) from error
 
 
 def _biting(fields: Mapping[str, Any]) -> dict[str, Any]:

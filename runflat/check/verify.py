@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedConfig
 
-from runflat.check.casts import LiftCasts
+from runflat.check.casts import LiftCasts, lift_forward
 from runflat.check.ranks import run_ranks
 from runflat.check.reference import AdamW, Batch, Outcome, reference_model, reference_run
 from runflat.parallel.comms import Comms
@@ -23,7 +24,7 @@ from runflat.plan.batch import micro_batches
 from runflat.plan.plan import Place, Plan
 from runflat.plan.planner import build_plan, live_devices
 from runflat.plan.sync_groups import SyncLayout, sync_layout
-from runflat.plan.units import Range, param_ranges
+from runflat.plan.units import ModelSpec, ParamSpec, param_ranges
 from runflat.train.step import Trainer, train_step
 
 TOLERANCE = 1e-9
@@ -34,7 +35,11 @@ BUCKET_BYTES = 1 << 18
 
 @dataclass(frozen=True)
 class Case:
-    """What to verify: a layout with dead places, a batch, and how many steps."""
+    """What to verify: a layout with dead places, a batch, how many steps, and how the planned side computes.
+
+    The reference computes in float64 with eager attention whatever `dtype` and `attention` are. `in_memory` replaces
+    gloo by a network without sockets.
+    """
 
     tp: int = 8
     num_replicas: int = 2
@@ -44,11 +49,25 @@ class Case:
     seq_len: int = 16
     num_steps: int = 3
     seed: int = 0
+    attention: str = "eager"
+    dtype: torch.dtype = torch.float64
+    in_memory: bool = False
+
+
+@dataclass(frozen=True)
+class Truth:
+    """The unsharded run: full weights before it, and its outcome. It depends on no plan."""
+
+    before: Mapping[str, torch.Tensor]
+    outcome: Outcome
 
 
 @dataclass(frozen=True)
 class Errors:
-    """Largest relative error (norm of the difference over norm of the reference) per kind of parameter."""
+    """Largest relative error (norm of the difference over norm of the reference) per kind of parameter.
+
+    An error is infinite where it is not a number, an element has no holder, or two holders differ in a bit.
+    """
 
     grads: Mapping[str, float]
     weights: Mapping[str, float]
@@ -77,52 +96,49 @@ class _Shard:
 
 
 def plan_case(rules: ShardingRules, case: Case) -> tuple[Plan, SyncLayout]:
-    """The plan of `case` for a float64 model, and its sync layout."""
+    """The plan of `case`, and its sync layout."""
     devices = live_devices(case.tp, case.num_replicas, case.dead)
     plan = build_plan(rules.spec, devices, case.tp, case.num_sequences, case.seq_len)
-    return plan, sync_layout(rules.spec, plan, BUCKET_BYTES, 8)
+    return plan, sync_layout(rules.spec, plan, BUCKET_BYTES, case.dtype.itemsize)
 
 
-def verify(config: PreTrainedConfig, case: Case, batch: Batch, lift_casts: bool = True) -> Errors:
-    """Errors of a run under the plan of `case` against the unsharded reference, float64, ranks as threads.
+def unsharded(config: PreTrainedConfig, case: Case, batch: Batch, lift_casts: bool = True) -> Truth:
+    """The reference run of `case` on `batch`; of the case only seed and number of steps count."""
+    model = reference_model(copy.deepcopy(config), case.seed, torch.float64)
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    with LiftCasts() if lift_casts else contextlib.nullcontext():
+        return Truth(before, reference_run(model, batch, case.num_steps, AdamW()))
 
-    Every replica's copy of every tensor is compared, and holders of one unit must agree to the bit.
+
+def verify(
+    config: PreTrainedConfig, case: Case, batch: Batch, lift_casts: bool = True, truth: Truth | None = None
+) -> Errors:
+    """Errors of a run under the plan of `case` against the unsharded reference, ranks as threads.
+
+    Every replica's copy of every tensor is compared, and holders of one unit must agree to the bit. `truth` is
+    `unsharded(config, case, batch, lift_casts)`, for callers that check several plans against it.
     """
-    settings = AdamW()
-    reference = reference_model(config, case.seed, torch.float64)
-    tensors = {name: param.detach().clone() for name, param in reference.named_parameters()}
-    with _casts(lift_casts):
-        expected = reference_run(reference, batch, case.num_steps, settings)
-    meta = build_meta_model(copy.deepcopy(config), torch.float64, "eager")
+    meta = build_meta_model(copy.deepcopy(config), case.dtype, case.attention)
     rules = read_rules(meta, case.tp)
     plan, layout = plan_case(rules, case)
+    expected = truth or unsharded(config, case, batch, lift_casts)
     models = {place: copy.deepcopy(meta) for place in plan.places}
+    settings = _settings(AdamW(), case.num_steps)
 
     def rank(place: Place, comms: Comms) -> _Shard:
-        held = plan.replica(place[0]).held(rules.spec.kinds, place[1])
-        params = shard_model(
-            models[place], rules, held, comms.tp, tensor_weights(tensors), torch.float64, torch.device("cpu")
-        )
-        models[place].train()
+        replica = plan.replica(place[0])
+        held = replica.held(rules.spec.kinds, place[1])
+        model, source = models[place], tensor_weights(expected.before)
+        params = shard_model(model, rules, held, comms.tp, source, case.dtype, torch.device("cpu"))
+        model.train()
+        if lift_casts:
+            lift_forward(model)
         sync = GradSync(rules.spec, plan, layout, place, comms, params)
-        optimizer = build_optimizer(rules.spec, params, _settings(settings, case.num_steps))
-        trainer = Trainer(
-            models[place],
-            params,
-            sync,
-            comms,
-            optimizer,
-            _settings(settings, case.num_steps),
-            place[1] == plan.replica(place[0]).live_slots[0],
-        )
-        with _casts(lift_casts):
-            return _run_rank(trainer, plan, place, case, batch)
+        optimizer = build_optimizer(rules.spec, params, settings)
+        trainer = Trainer(model, params, sync, comms, optimizer, settings, place[1] == replica.live_slots[0])
+        return _run_rank(trainer, plan, place, case, batch)
 
-    return _compare(rules, plan, run_ranks(plan, layout, rank), expected)
-
-
-def _casts(lift: bool) -> contextlib.AbstractContextManager[object]:
-    return LiftCasts() if lift else contextlib.nullcontext()
+    return _compare(rules, plan, run_ranks(plan, layout, rank, in_memory=case.in_memory), expected.outcome)
 
 
 def _settings(settings: AdamW, num_steps: int) -> OptimizerSettings:
@@ -173,24 +189,23 @@ def _run_rank(trainer: Trainer, plan: Plan, place: Place, case: Case, batch: Bat
 
 def _compare(rules: ShardingRules, plan: Plan, shards: Mapping[Place, _Shard], expected: Outcome) -> Errors:
     def table(field: str) -> dict[str, float]:
-        reference: Mapping[str, torch.Tensor] = getattr(expected, field)
         parts = {place: getattr(shard, field) for place, shard in shards.items()}
-        return parameter_errors(rules, plan, parts, reference)
+        return parameter_errors(rules, plan, parts, getattr(expected, field))
 
-    norms = [_relative(s.grad_norms, expected.grad_norms) for s in shards.values()]
-    losses = [_relative(s.losses, expected.losses) for s in shards.values()]
     return Errors(
         grads=table("grads"),
         weights=table("weights"),
         first_moments=table("first_moments"),
         second_moments=table("second_moments"),
-        grad_norm=max(norms),
-        loss=max(losses),
+        grad_norm=max(_relative(shard.grad_norms, expected.grad_norms) for shard in shards.values()),
+        loss=max(_relative(shard.losses, expected.losses) for shard in shards.values()),
     )
 
 
 def _relative(values: Iterable[float], expected: Iterable[float]) -> float:
-    return max(abs(value - true) / abs(true) for value, true in zip(values, expected, strict=True))
+    """Largest relative error; infinite, never NaN, which any comparison with a tolerance would let pass."""
+    errors = [abs(value - true) / abs(true) for value, true in zip(values, expected, strict=True)]
+    return max(error if math.isfinite(error) else math.inf for error in errors)
 
 
 def parameter_errors(
@@ -199,37 +214,54 @@ def parameter_errors(
     parts: Mapping[Place, Mapping[str, torch.Tensor]],
     reference: Mapping[str, torch.Tensor],
 ) -> dict[str, float]:
-    """Largest relative error per kind of parameter over all replicas' assembled tensors.
+    """Relative error per kind of parameter (the largest over its layers) of the tensors assembled from `parts`.
 
-    Infinite where two holders of one element differ in a bit, or an element has no holder.
+    Infinite where two holders of one element differ in a bit, or an element has no holder in some replica.
     """
     errors: dict[str, float] = {}
     for param in rules.spec.params:
-        true = reference[param.name]
-        pieces: list[torch.Tensor] = []
-        for replica in plan.replicas:
-            full = torch.full_like(true, torch.nan)
-            for slot in replica.live_slots:
-                local = parts[(replica.replica, slot)][param.name]
-                ranges: tuple[Range, ...] = ((0, true.shape[0]),)
-                dim = 0
-                if param.dim is not None:
-                    ranges, dim = param_ranges(rules.spec, param, replica.held(rules.spec.kinds, slot)), param.dim
-                position = 0
-                for start, stop in ranges:
-                    target = full.narrow(dim, start, stop - start)
-                    source = local.narrow(dim, position, stop - start)
-                    if not torch.equal(torch.where(target.isnan(), source, target), source):
-                        errors[kind_of(param.name)] = torch.inf
-                    target.copy_(source)
-                    position += stop - start
-            pieces.append(full)
-        agree = all(torch.equal(piece, pieces[0]) for piece in pieces)
-        error = float((pieces[0] - true).norm() / true.norm()) if agree else torch.inf
-        error = torch.inf if error != error else error
+        full = _assembled(rules.spec, plan, {place: held[param.name] for place, held in parts.items()}, param)
+        true = reference[param.name].double()
+        error = math.inf if full is None else _relative_norm(full.double(), true)
         kind = kind_of(param.name)
         errors[kind] = max(errors.get(kind, 0.0), error)
     return errors
+
+
+def _relative_norm(value: torch.Tensor, true: torch.Tensor) -> float:
+    difference, size = float((value - true).norm()), float(true.norm())
+    if size == 0.0:
+        return 0.0 if difference == 0.0 else math.inf
+    return difference / size if math.isfinite(difference) else math.inf
+
+
+def _assembled(
+    spec: ModelSpec, plan: Plan, parts: Mapping[Place, torch.Tensor], param: ParamSpec
+) -> torch.Tensor | None:
+    """The full tensor from all holders' parts; None where two of them differ or a replica lacks an element."""
+    if param.dim is None:
+        copies = list(parts.values())
+        return copies[0] if all(torch.equal(other, copies[0]) for other in copies) else None
+    first = next(iter(parts.values()))
+    full = torch.empty(param.shape, dtype=first.dtype)
+    known = torch.zeros(param.shape[param.dim], dtype=torch.bool)
+    for replica in plan.replicas:
+        covered = torch.zeros_like(known)
+        for slot in replica.live_slots:
+            index = torch.cat(
+                [torch.arange(*part) for part in param_ranges(spec, param, replica.held(spec.kinds, slot))]
+            )
+            local = parts[replica.replica, slot]
+            old = known[index]
+            if not torch.equal(
+                full.index_select(param.dim, index[old]), local.index_select(param.dim, old.nonzero()[:, 0])
+            ):
+                return None
+            full.index_copy_(param.dim, index, local)
+            known[index] = covered[index] = True
+        if not bool(covered.all()):
+            return None
+    return full
 
 
 def kind_of(name: str) -> str:

@@ -7,9 +7,10 @@ connection of an older generation is never met.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -25,6 +26,9 @@ Op = Literal["sum", "max"]
 Recorder = Callable[[str, int, int], None]
 """Called with (operation, payload bytes, members) for every collective that is launched."""
 
+SLICE_S = 0.2
+"""Longest uninterrupted wait inside the backend: after this a waiting thread looks whether it is to leave."""
+
 _REDUCE_OPS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
@@ -32,13 +36,44 @@ class CommsError(RunError):
     """A collective failed or did not end in time. On its own it says nothing about who is at fault."""
 
 
+class AbortedError(RunError):
+    """The generation that a wait belongs to has been left."""
+
+
+class Interrupt:
+    """Tells waiting threads to leave: every generation below `target`. Set by one thread, seen by all."""
+
+    def __init__(self) -> None:
+        """Nobody is to leave."""
+        self.changed = threading.Condition()
+        self.target = 0
+
+    def leave_below(self, generation: int) -> None:
+        """Wake all waiting threads of generations below `generation`."""
+        with self.changed:
+            self.target = max(self.target, generation)
+            self.changed.notify_all()
+
+    def check(self, generation: int) -> None:
+        """Raise `AbortedError` if `generation` is to be left."""
+        if generation < self.target:
+            raise AbortedError(f"generation {generation} was left for generation {self.target}.")
+
+
 @dataclass(frozen=True)
 class Network:
-    """How groups connect: `interface_address` to listen on, `timeout_s` after which a collective counts as lost."""
+    """How groups connect: `interface_address` to listen on, `timeout_s` after which a collective counts as lost.
+
+    `form_timeout_s` bounds the forming of one group; `backend`, called with (group name, rank, size), stands in for
+    gloo and NCCL (a fake network, in tests); `interrupt` ends waits from another thread.
+    """
 
     interface_address: str = "127.0.0.1"
     timeout_s: float = 60.0
+    form_timeout_s: float = 30.0
     recorder: Recorder | None = None
+    backend: Callable[[str, int, int], Any] | None = None
+    interrupt: Interrupt = field(default_factory=Interrupt)
 
 
 class Group:
@@ -47,27 +82,43 @@ class Group:
     A group of one member has no backend and its collectives do nothing.
     """
 
-    def __init__(self, name: str, members: Members, place: Place, store: Store, network: Network, cuda: bool):
-        """Connect to the other members; blocks until all of them are there or the network's time-out is over."""
-        self.name = name
+    def __init__(
+        self,
+        generation: int,
+        name: str,
+        members: Members,
+        place: Place,
+        store: Store,
+        network: Network,
+        cuda: bool = False,
+    ):
+        """Connect to the other members; blocks until all of them are there or the forming time-out is over."""
+        self.generation = generation
+        self.name = f"generation{generation}/{name}"
         self.members = members
         self.rank = members.index(place)
         self.size = len(members)
         self._network = network
-        self._backend = _backend(name, self.rank, self.size, store, network, cuda) if self.size > 1 else None
+        self._cuda = cuda
+        self._backend: Any = None
+        if self.size > 1:
+            if network.backend is not None:
+                self._backend = network.backend(self.name, self.rank, self.size)
+            else:
+                self._backend = _backend(PrefixStore(self.name, store), self.rank, self.size, network, cuda)
 
     def all_reduce(self, tensor: torch.Tensor, op: Op = "sum") -> None:
         """Reduce `tensor` (contiguous) in place over the group and wait for the result."""
-        wait_all([self.launch_all_reduce(tensor, op)], self._network.timeout_s, self.name)
+        self.wait([self.launch_all_reduce(tensor, op)])
 
     def launch_all_reduce(self, tensor: torch.Tensor, op: Op = "sum") -> Any:
-        """Start an in-place all-reduce of `tensor` (contiguous); the handle goes to `wait_all`."""
+        """Start an in-place all-reduce of `tensor` (contiguous); the handle goes to `wait`."""
         if self._backend is None:
             return None
         self._record("all_reduce", tensor)
         options = dist.AllreduceOptions()
         options.reduceOp = _REDUCE_OPS[op]
-        return self._backend.allreduce([tensor], options)
+        return self._launch(lambda backend: backend.allreduce([tensor], options))
 
     def launch_all_to_all(
         self, output: torch.Tensor, source: torch.Tensor, received: Sequence[int], sent: Sequence[int]
@@ -76,7 +127,23 @@ class Group:
         if self._backend is None:
             return None
         self._record("all_to_all", source)
-        return self._backend.alltoall_base(output, source, list(received), list(sent))
+        return self._launch(lambda backend: backend.alltoall_base(output, source, list(received), list(sent)))
+
+    def _launch(self, call: Callable[[Any], Any]) -> Any:
+        self._network.interrupt.check(self.generation)
+        try:
+            return call(self._backend)
+        except RuntimeError as error:
+            raise CommsError(f"a collective on '{self.name}' could not be started: {error}") from error
+
+    def wait(self, works: Sequence[Any]) -> None:
+        """Wait for handles of this group's generation.
+
+        Raises:
+            CommsError: a collective failed, or the deadline passed; the message names the group.
+            AbortedError: the generation was left meanwhile.
+        """
+        wait_all(works, self.generation, self._network, self.name, host=not self._cuda)
 
     def _record(self, operation: str, payload: torch.Tensor) -> None:
         if self._network.recorder is not None:
@@ -87,37 +154,63 @@ class Group:
         self._backend = None
 
 
-def _backend(name: str, rank: int, size: int, store: Store, network: Network, cuda: bool) -> Any:
-    prefixed = PrefixStore(name, store)
+def _backend(store: PrefixStore, rank: int, size: int, network: Network, cuda: bool) -> Any:
     if cuda:
-        options = dist.ProcessGroupNCCL.Options()
+        nccl: Any = dist.ProcessGroupNCCL
+        options = nccl.Options()
         options._timeout = timedelta(seconds=network.timeout_s)
-        return dist.ProcessGroupNCCL(prefixed, rank, size, options)
+        return nccl(store, rank, size, options)
     gloo: Any = ProcessGroupGloo  # torch's stub lacks the options
     options = gloo._Options()
-    options._timeout = timedelta(seconds=network.timeout_s)
+    options._timeout = timedelta(seconds=network.form_timeout_s)
     options._threads = 1
     options._devices = [gloo.create_device(hostname=network.interface_address)]
-    return gloo(prefixed, rank, size, options)
+    try:
+        backend = gloo(store, rank, size, options)
+    except RuntimeError as error:
+        raise CommsError(f"a group of {size} devices did not form: {error}") from error
+    backend.set_timeout(timedelta(seconds=network.timeout_s))
+    return backend
 
 
-def wait_all(works: Sequence[Any], timeout_s: float, what: str) -> None:
+def wait_all(works: Sequence[Any], generation: int, network: Network, what: str, host: bool = True) -> None:
     """Wait until every handle in `works` (None is ready) has finished.
+
+    A backend may never signal a collective whose peer has died, so the thread waits in slices and looks in between
+    whether its generation is to be left. With `host` false (CUDA) only the stream waits, as torch does.
 
     Raises:
         CommsError: a collective failed, or the deadline passed; the message names `what`.
+        AbortedError: the generation was left meanwhile.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + network.timeout_s
     for work in works:
-        if work is None:
-            continue
-        left = max(deadline - time.monotonic(), 0.001)
-        try:
-            done = work.wait(timedelta(seconds=left))
-        except RuntimeError as error:
-            raise CommsError(f"collective on '{what}' failed or took more than {timeout_s:.0f} s: {error}") from error
-        if done is False:
-            raise CommsError(f"collective on '{what}' did not finish within {timeout_s:.0f} s.")
+        while work is not None:
+            network.interrupt.check(generation)
+            try:
+                if not host:
+                    work.wait()
+                    break
+                if work.wait(timedelta(seconds=SLICE_S)) is not False:
+                    break
+                late: RuntimeError | None = None
+            except RuntimeError as error:
+                # The slice is over, or the collective has failed; only a finished one knows.
+                if work.is_completed():
+                    _finished(work, generation, network, what)
+                    break
+                late = error
+            if time.monotonic() > deadline:
+                raise CommsError(f"collective on '{what}' did not finish within {network.timeout_s:.0f} s.") from late
+
+
+def _finished(work: Any, generation: int, network: Network, what: str) -> None:
+    """Return if the finished `work` succeeded, else raise what its failure means."""
+    try:
+        work.wait(timedelta(seconds=SLICE_S))
+    except RuntimeError as error:
+        network.interrupt.check(generation)
+        raise CommsError(f"collective on '{what}' failed: {error}") from error
 
 
 class Comms:
@@ -129,12 +222,12 @@ class Comms:
         """Form all groups in one global order, so that no two devices wait for each other."""
         self.generation = plan.generation
         self.network = network
-        prefix = f"generation{plan.generation}"
         replica = plan.replica(place[0])
         tp_members = tuple((place[0], slot) for slot in replica.live_slots)
 
         def form(name: str, members: Members) -> Group:
-            return Group(f"{prefix}/{name}", members, place, store, network, cuda)
+            network.interrupt.check(plan.generation)
+            return Group(plan.generation, name, members, place, store, network, cuda)
 
         self.world = form("world", plan.places)
         self.tp = form(f"tp{place[0]}", tp_members)
@@ -148,8 +241,8 @@ class Comms:
         return self.sync.get(members)
 
     def wait(self, works: Sequence[Any], what: str) -> None:
-        """Wait for handles of any group of this generation; CommsError names `what`."""
-        wait_all(works, self.network.timeout_s, what)
+        """Wait on the host for handles of any group of this generation; the error names `what`."""
+        wait_all(works, self.generation, self.network, what)
 
     def close(self) -> None:
         """Drop all groups. Blocks while a collective of one of them is unfinished (gloo's destructor waits for it)."""

@@ -7,6 +7,7 @@ f and g are the conjugate operators of Megatron-LM (arXiv 1909.08053, section 3)
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +22,13 @@ from runflat.plan.units import Range
 
 INDEXED = {"eager": "runflat_indexed_eager", "sdpa": "runflat_indexed_sdpa"}
 """Attention implementations with one KV head per query head, picked by index, by the implementation they call."""
+
+
+@dataclass
+class TensorParallel:
+    """The TP group that a model's layers use: one cell shared by all, so that a generation can change it."""
+
+    group: Group
 
 
 class _ToTensorParallel(torch.autograd.Function):
@@ -72,27 +80,32 @@ def from_tensor_parallel(partial: torch.Tensor, group: Group) -> torch.Tensor:
 class RowLinear(nn.Module):
     """A linear layer split by input columns: partial products are summed over the group, then the bias is added."""
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, group: Group):
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, tp: TensorParallel):
         """Take over the (sharded) `weight` [out, local in] and the replicated `bias` [out]."""
         super().__init__()
         self.weight = weight
         self.bias = bias
         self.in_features = weight.shape[1]
         self.out_features = weight.shape[0]
-        self._group = group
+        self._tp = tp
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[..., local in] -> [..., out], equal on all devices of the group."""
-        total = from_tensor_parallel(F.linear(hidden, self.weight), self._group)
+        total = from_tensor_parallel(F.linear(hidden, self.weight), self._tp.group)
         return total if self.bias is None else total + self.bias
 
 
 class VocabularyRows:
     """The vocabulary rows that a device holds: translation between token ids and local row numbers."""
 
-    def __init__(self, ranges: tuple[Range, ...], vocab_size: int, device: torch.device):
-        """`ranges` are the held rows in storage order."""
+    def __init__(self, vocab_size: int, device: torch.device):
+        """No row is held yet."""
         self.row_of_token = torch.full((vocab_size,), -1, dtype=torch.long, device=device)
+
+    def hold(self, ranges: tuple[Range, ...]) -> None:
+        """From now on the rows in `ranges` are held, in this storage order."""
+        device = self.row_of_token.device
+        self.row_of_token.fill_(-1)
         position = 0
         for start, stop in ranges:
             self.row_of_token[start:stop] = torch.arange(position, position + stop - start, device=device)
@@ -105,25 +118,25 @@ class VocabularyRows:
         return torch.where(held, rows, 0), held
 
 
-def parallel_embedding(module: nn.Embedding, vocabulary: VocabularyRows, group: Group) -> None:
-    """Make `module`, whose weight is already cut to the held rows, look up tokens of the whole vocabulary.
+def parallel_embedding(module: nn.Embedding, vocabulary: VocabularyRows, tp: TensorParallel) -> None:
+    """Make `module`, whose weight is cut to the held rows, look up tokens of the whole vocabulary.
 
     Hooks around the module's own forward keep whatever a subclass does (a scale, say). Tokens held elsewhere give zeros
     here; the sum over the group is the embedding.
     """
     padding = module.padding_idx
-    local_padding = -1 if padding is None else int(vocabulary.row_of_token[padding])
-    module.padding_idx = None if local_padding < 0 else local_padding
-    module.num_embeddings = module.weight.shape[0]
     masks: list[torch.Tensor] = []
 
     def before(_: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         rows, held = vocabulary.rows(args[0])
         masks.append(held)
+        # The padding row's gradient is dropped by torch's own lookup, where that row is held.
+        row = -1 if padding is None else int(vocabulary.row_of_token[padding])
+        module.padding_idx = None if row < 0 else row
         return (rows,)
 
     def after(_: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
-        return from_tensor_parallel(output * masks.pop().unsqueeze(-1).to(output.dtype), group)
+        return from_tensor_parallel(output * masks.pop().unsqueeze(-1).to(output.dtype), tp.group)
 
     module.register_forward_pre_hook(before)
     module.register_forward_hook(after)

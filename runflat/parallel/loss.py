@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from runflat.parallel.comms import Group
-from runflat.parallel.layers import VocabularyRows
+from runflat.parallel.layers import TensorParallel, VocabularyRows
 
 IGNORE_INDEX = -100
 """Label of a token that has no target (transformers' convention)."""
@@ -44,10 +44,10 @@ class VocabParallelLoss:
     The caller divides by the number of target tokens of the global batch, which one replica cannot know.
     """
 
-    def __init__(self, vocabulary: VocabularyRows, group: Group):
+    def __init__(self, vocabulary: VocabularyRows, tp: TensorParallel):
         """`vocabulary` are the rows of the LM head held here."""
         self._vocabulary = vocabulary
-        self._group = group
+        self._tp = tp
 
     def __call__(self, logits: torch.Tensor, labels: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         """Loss sum of `logits` [B, T, V held here] against `labels` [B, T], shifted by one; a scalar.
@@ -59,7 +59,7 @@ class VocabParallelLoss:
         targets = labels[:, 1:].reshape(-1)
         valid = targets != IGNORE_INDEX
         rows, held = self._vocabulary.rows(torch.where(valid, targets, 0))
-        total: torch.Tensor = _ParallelCrossEntropy.apply(kept, rows, held & valid, valid, self._group)
+        total: torch.Tensor = _ParallelCrossEntropy.apply(kept, rows, held & valid, valid, self._tp.group)
         return total
 
 

@@ -19,6 +19,7 @@ from runflat.parallel.comms import Group
 from runflat.parallel.layers import (
     INDEXED,
     RowLinear,
+    TensorParallel,
     VocabularyRows,
     parallel_embedding,
     register_indexed_attention,
@@ -26,7 +27,7 @@ from runflat.parallel.layers import (
 )
 from runflat.parallel.loss import VocabParallelLoss
 from runflat.parallel.tp_plan import MODULE_RULES, ModuleRule, ShardingRules
-from runflat.plan.units import ModelSpec, ParamSpec, Range, param_ranges
+from runflat.plan.units import ParamSpec, Range, param_ranges
 
 Held = Mapping[str, tuple[int, ...]]
 WeightSource = Callable[[ParamSpec, tuple[Range, ...]], torch.Tensor]
@@ -128,6 +129,102 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
     return files
 
 
+class ShardedModel:
+    """One device's part of a model: an unmodified transformers model whose parameters are shards.
+
+    `params` are its parameters by full-model name, `held` the units they consist of.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        rules: ShardingRules,
+        held: Held,
+        group: Group,
+        source: WeightSource,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        """Turn the meta-device `model` into this device's part of it, in place.
+
+        Buffers are built, parameters are filled from `source`, row-split layers are replaced, and hooks put the
+        collectives where the plan wants them. `group` is the replica's TP group.
+        """
+        register_indexed_attention()
+        self.model = model
+        self.rules = rules
+        self.tp = TensorParallel(group)
+        self._config = model.config
+        self._attention = str(model.config._attn_implementation)
+        self._vocabulary = VocabularyRows(rules.spec.kind("vocab").size, device)
+        _build_buffers(model, device)
+        params = {
+            param.name: nn.Parameter(
+                source(param, param_ranges(rules.spec, param, held)).to(device=device, dtype=dtype).contiguous()
+            )
+            for param in rules.spec.params
+        }
+        self._names = _parameter_names(model)
+        self._split_rows()
+        self._hook()
+        self.hold(held, params)
+
+    def hold(self, held: Held, params: Mapping[str, nn.Parameter]) -> None:
+        """From now on this device holds the units `held`, whose values are `params` (by full-model name)."""
+        self.held = dict(held)
+        self.params = dict(params)
+        modules = dict(self.model.named_modules())
+        for name, shared in self._names.items():
+            owner, _, leaf = name.rpartition(".")
+            setattr(modules[owner], leaf, self.params[shared])
+        for block in self.rules.blocks:
+            for child in (*block.columns, *block.rows):
+                _set_features(modules[f"{block.path}.{child}"])
+        _set_features(modules[self.rules.lm_head])
+        self._split_attention()
+        param = next(p for p in self.rules.spec.params if p.name == f"{self.rules.embedding}.weight")
+        self._vocabulary.hold(param_ranges(self.rules.spec, param, held))
+
+    def _split_rows(self) -> None:
+        for block in self.rules.blocks:
+            parent = self.model.get_submodule(block.path)
+            for name in block.rows:
+                linear: Any = parent.get_submodule(name)
+                setattr(parent, name, RowLinear(linear.weight, linear.bias, self.tp))
+
+    def _hook(self) -> None:
+        for block in self.rules.blocks:
+            _hook_input(self.model.get_submodule(block.path), self.tp)
+        _hook_input(self.model.get_submodule(self.rules.lm_head), self.tp)
+        embedding = self.model.get_submodule(self.rules.embedding)
+        assert isinstance(embedding, nn.Embedding)
+        parallel_embedding(embedding, self._vocabulary, self.tp)
+        self.model.loss_function = VocabParallelLoss(self._vocabulary, self.tp)
+
+    def _split_attention(self) -> None:
+        """Local head counts; and, where KV groups are unequal, KV heads picked by index."""
+        kinds = {kind.name: kind for kind in self.rules.spec.kinds}
+        heads, kv = self.held["head"], kinds.get("kv")
+        kv_heads = self.held["kv"] if kv else heads
+        kv_of_head = [kv_heads.index(head // kv.group if kv else head) for head in heads]
+        per_kv = [kv_of_head.count(index) for index in range(len(kv_heads))]
+        regular = len(set(per_kv)) == 1
+        self._config._attn_implementation = self._attention if regular else INDEXED[self._attention]
+        local = copy.deepcopy(self._config)
+        local.num_attention_heads, local.num_key_value_heads = len(heads), len(kv_heads)
+        modules: Iterable[Any] = self.model.modules()
+        for module in modules:
+            if not hasattr(module, "num_key_value_groups"):
+                continue
+            module.num_key_value_groups = per_kv[0] if regular else 1
+            module.runflat_kv_index = torch.tensor(kv_of_head, device=self._vocabulary.row_of_token.device)
+            for name, count in (("num_heads", len(heads)), ("num_key_value_heads", len(kv_heads))):
+                if hasattr(module, name):
+                    setattr(module, name, count)
+            if MODULE_RULES.get(type(module).__name__, ModuleRule()).reads_config_heads:
+                module.config = local
+
+
 def shard_model(
     model: PreTrainedModel,
     rules: ShardingRules,
@@ -137,24 +234,18 @@ def shard_model(
     dtype: torch.dtype,
     device: torch.device,
 ) -> dict[str, nn.Parameter]:
-    """Turn the meta-device `model` into this device's part of it, in place; returns its parameters by full-model name.
+    """Make `model` this device's part, once and for all (see `ShardedModel`); returns its parameters by name."""
+    return ShardedModel(model, rules, held, group, source, dtype, device).params
 
-    Buffers are built, parameters are filled from `source`, row-split layers are replaced, and hooks put the collectives
-    where the plan wants them. `group` is the replica's TP group, `held` the units of this device per kind.
-    """
-    register_indexed_attention()
-    _build_buffers(model, device)
-    params = {
-        param.name: nn.Parameter(
-            source(param, param_ranges(rules.spec, param, held)).to(device=device, dtype=dtype).contiguous()
-        )
-        for param in rules.spec.params
-    }
-    _install(model, params)
-    _split_blocks(model, rules, group)
-    _split_attention(model, rules.spec, held)
-    _split_vocabulary(model, rules, held, group, device)
-    return params
+
+def _parameter_names(model: PreTrainedModel) -> dict[str, str]:
+    """Every name of every parameter, with the one under which a tied one is known."""
+    shared = {id(param): name for name, param in model.named_parameters()}
+    return {name: shared[id(param)] for name, param in model.named_parameters(remove_duplicate=False)}
+
+
+def _set_features(linear: Any) -> None:
+    linear.out_features, linear.in_features = linear.weight.shape
 
 
 def _build_buffers(model: PreTrainedModel, device: torch.device) -> None:
@@ -167,74 +258,12 @@ def _build_buffers(model: PreTrainedModel, device: torch.device) -> None:
             model._init_weights(module)
 
 
-def _install(model: PreTrainedModel, params: Mapping[str, nn.Parameter]) -> None:
-    shared = {id(param): name for name, param in model.named_parameters()}
-    modules = dict(model.named_modules())
-    for name, param in list(model.named_parameters(remove_duplicate=False)):
-        owner, _, leaf = name.rpartition(".")
-        setattr(modules[owner], leaf, params[shared[id(param)]])
-
-
-def _split_blocks(model: PreTrainedModel, rules: ShardingRules, group: Group) -> None:
-    for block in rules.blocks:
-        parent = model.get_submodule(block.path)
-        for name in block.columns:
-            column: Any = parent.get_submodule(name)
-            column.out_features = column.weight.shape[0]
-        for name in block.rows:
-            linear: Any = parent.get_submodule(name)
-            setattr(parent, name, RowLinear(linear.weight, linear.bias, group))
-        _hook_input(parent, group)
-    head: Any = model.get_submodule(rules.lm_head)
-    head.out_features = head.weight.shape[0]
-    _hook_input(head, group)
-
-
-def _hook_input(module: nn.Module, group: Group) -> None:
+def _hook_input(module: nn.Module, tp: TensorParallel) -> None:
     """Put f on the hidden states that enter `module`: once per block, however many column layers read them."""
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if args:
-            return (to_tensor_parallel(args[0], group), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": to_tensor_parallel(kwargs["hidden_states"], group)}
+            return (to_tensor_parallel(args[0], tp.group), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": to_tensor_parallel(kwargs["hidden_states"], tp.group)}
 
     module.register_forward_pre_hook(before, with_kwargs=True)
-
-
-def _split_attention(model: PreTrainedModel, spec: ModelSpec, held: Held) -> None:
-    """Local head counts; and, where KV groups are unequal, KV heads picked by index."""
-    kinds = {kind.name: kind for kind in spec.kinds}
-    heads = held["head"]
-    kv = kinds.get("kv")
-    kv_heads = held["kv"] if kv else heads
-    kv_of_head = [kv_heads.index(head // kv.group if kv else head) for head in heads]
-    per_kv = [kv_of_head.count(index) for index in range(len(kv_heads))]
-    regular = len(set(per_kv)) == 1
-    implementation = str(model.config._attn_implementation)
-    if not regular:
-        model.config._attn_implementation = INDEXED[implementation]
-    local = copy.deepcopy(model.config)
-    local.num_attention_heads, local.num_key_value_heads = len(heads), len(kv_heads)
-    modules: Iterable[Any] = model.modules()
-    for module in modules:
-        if not hasattr(module, "num_key_value_groups"):
-            continue
-        module.num_key_value_groups = per_kv[0] if regular else 1
-        module.runflat_kv_index = torch.tensor(kv_of_head)
-        for name, count in (("num_heads", len(heads)), ("num_key_value_heads", len(kv_heads))):
-            if hasattr(module, name):
-                setattr(module, name, count)
-        if MODULE_RULES.get(type(module).__name__, ModuleRule()).reads_config_heads:
-            module.config = local
-
-
-def _split_vocabulary(
-    model: PreTrainedModel, rules: ShardingRules, held: Held, group: Group, device: torch.device
-) -> None:
-    spec = rules.spec
-    embedding = model.get_submodule(rules.embedding)
-    assert isinstance(embedding, nn.Embedding)
-    param = next(p for p in spec.params if p.name == f"{rules.embedding}.weight")
-    vocabulary = VocabularyRows(param_ranges(spec, param, held), spec.kind("vocab").size, device)
-    parallel_embedding(embedding, vocabulary, group)
-    model.loss_function = VocabParallelLoss(vocabulary, group)

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass
 
 from runflat.plan.batch import micro_batches
 from runflat.plan.plan import Place, Plan, ReplicaPlan
 from runflat.plan.sync_groups import SyncLayout
-from runflat.plan.units import ModelSpec, param_ranges, ranges_size
+from runflat.plan.units import ModelSpec
 
-NUM_SCALARS = 6
-"""Float64 values of the all-reduce that ends a step: ones, loss sum, token count, squared norm, non-finite, pending."""
+NUM_SCALARS = 7
+"""Float64 values of the all-reduce that ends a step: ones, loss sum, tokens, squared norm, non-finite, stop, switch."""
 SCALAR_BYTES = 8
 
 
 def held_numel(spec: ModelSpec, replica: ReplicaPlan, slot: int) -> int:
     """Parameter elements that the device at `slot` stores."""
     held = replica.held(spec.kinds, slot)
-    total = 0
-    for param in spec.params:
-        rows = ranges_size(param_ranges(spec, param, held)) if param.dim is not None else 1
-        total += rows * (param.row_numel if param.dim is not None else param.numel)
-    return total
+    sharded = sum(kind.size_of(held[kind.name]) * spec.rows_by_kind[kind.name] for kind in spec.kinds)
+    return sharded + spec.replicated_numel
 
 
 def sequence_flops(spec: ModelSpec, replica: ReplicaPlan, slot: int, seq_len: int) -> int:
@@ -32,11 +28,7 @@ def sequence_flops(spec: ModelSpec, replica: ReplicaPlan, slot: int, seq_len: in
     torch's FLOP counter does for the eager implementation.
     """
     held = replica.held(spec.kinds, slot)
-    multiplied = 0
-    for param in spec.params:
-        if param.matmuls:
-            rows = ranges_size(param_ranges(spec, param, held)) if param.dim is not None else 1
-            multiplied += param.matmuls * rows * (param.row_numel if param.dim is not None else param.numel)
+    multiplied = sum(kind.size_of(held[kind.name]) * spec.multiplied_by_kind[kind.name] for kind in spec.kinds)
     attention = 4 * seq_len * seq_len * spec.head_dim * len(held.get("head", ())) * spec.num_layers
     return 3 * (2 * seq_len * multiplied + attention)
 
@@ -67,7 +59,7 @@ def device_memory(
     """
     numel = held_numel(spec, replica, slot)
     held = replica.held(spec.kinds, slot)
-    sizes = {kind.name: ranges_size(kind.range_of(u) for u in held[kind.name]) for kind in spec.kinds}
+    sizes = {kind.name: kind.size_of(held[kind.name]) for kind in spec.kinds}
     tokens = seq_len * micro_batch
     heads = len(held.get("head", ()))
     per_token = 8 * spec.hidden_size + 2 * sizes.get("head", 0) + 2 * sizes.get("kv", sizes.get("head", 0))
@@ -123,13 +115,11 @@ def device_traffic(
             tp_bytes += all_reduce_bytes((hidden + loss) * bytes_per_element, tp)
             launches += 4 * spec.num_layers + 4
     sync_bytes = 0.0
-    for bucket in layout.of(place):
-        if len(bucket.members) > 1:
-            sync_bytes += all_reduce_bytes(bucket.numel * bytes_per_element, len(bucket.members))
-            launches += 1
+    for total in layout.totals_of(place):
+        sync_bytes += all_reduce_bytes(total.numel * bytes_per_element, len(total.members))
+        launches += total.num_buckets
     if layout.exchange:
-        payload = sum(b.numel * (len(b.members) - 1) for b in layout.exchange if place in b.members)
-        sync_bytes += payload * bytes_per_element * (world - 1) / world
+        sync_bytes += layout.exchange_numel(place) * bytes_per_element * (world - 1) / world
         launches += 1
     replicated = scalars = 0.0
     if world > 1:
@@ -141,7 +131,4 @@ def device_traffic(
 
 def loads(spec: ModelSpec, replica: ReplicaPlan, seq_len: int) -> dict[int, int]:
     """FLOPs of one sequence per live slot."""
-    found: dict[int, int] = defaultdict(int)
-    for slot in replica.live_slots:
-        found[slot] = sequence_flops(spec, replica, slot, seq_len)
-    return dict(found)
+    return {slot: sequence_flops(spec, replica, slot, seq_len) for slot in replica.live_slots}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 from runflat.errors import PlanError
@@ -27,7 +28,7 @@ class ReplicaPlan:
     assignments: tuple[tuple[str, Assignment], ...]
     num_sequences: int
 
-    @property
+    @cached_property
     def live_slots(self) -> tuple[int, ...]:
         """Slots that have a device."""
         return tuple(slot for slot, device in enumerate(self.devices) if device is not None)
@@ -55,7 +56,7 @@ class Plan:
     tp_full: int
     replicas: tuple[ReplicaPlan, ...]
 
-    @property
+    @cached_property
     def places(self) -> tuple[Place, ...]:
         """Live places, by replica then slot; a device's rank in the world is its position here."""
         return tuple((replica.replica, slot) for replica in self.replicas for slot in replica.live_slots)
@@ -67,9 +68,8 @@ class Plan:
 
     def replica(self, number: int) -> ReplicaPlan:
         """The plan of replica `number`; PlanError when it is not part of the plan."""
-        for replica in self.replicas:
-            if replica.replica == number:
-                return replica
+        if number in self._by_number:
+            return self._by_number[number]
         known = ", ".join(str(replica.replica) for replica in self.replicas)
         raise PlanError(f"replica {number} is not in the plan of generation {self.generation}: it has {known}.")
 
@@ -81,7 +81,15 @@ class Plan:
 
     def place(self, device: str) -> Place | None:
         """Where `device` sits, or None when it is not part of the plan."""
-        return next((place for place in self.places if self.device(place) == device), None)
+        return self._place_of.get(device)
+
+    @cached_property
+    def _by_number(self) -> Mapping[int, ReplicaPlan]:
+        return {replica.replica: replica for replica in self.replicas}
+
+    @cached_property
+    def _place_of(self) -> Mapping[str, Place]:
+        return {self.device(place): place for place in self.places}
 
     def to_json(self) -> str:
         """JSON text; `plan_from_json` gives an equal plan back."""

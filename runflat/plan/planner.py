@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from runflat.errors import PlanError
 from runflat.plan.assignment import Assignment, assign
 from runflat.plan.batch import split_batch
-from runflat.plan.cost import sequence_flops
+from runflat.plan.cost import loads
 from runflat.plan.plan import Place, Plan, ReplicaPlan
 from runflat.plan.units import ModelSpec
 
@@ -37,11 +37,12 @@ def build_plan(
     if not devices:
         raise PlanError("no live device is left: nothing can be planned.")
     before = {replica.replica: dict(replica.assignments) for replica in previous.replicas} if previous else {}
+    _check_degree(spec, tp_full)
     replicas = [
         _replica_plan(spec, devices, tp_full, number, before.get(number, {}))
         for number in sorted({replica for replica, _ in devices})
     ]
-    seconds = [max(sequence_flops(spec, replica, slot, seq_len) for slot in replica.live_slots) for replica in replicas]
+    seconds = [max(loads(spec, replica, seq_len).values()) for replica in replicas]
     shares = split_batch(num_sequences, seconds)
     kept = (
         ReplicaPlan(replica.replica, replica.devices, replica.assignments, share)
@@ -56,15 +57,19 @@ def _replica_plan(
 ) -> ReplicaPlan:
     slots = tuple(devices.get((number, slot)) for slot in range(tp_full))
     dead = [slot for slot, device in enumerate(slots) if device is None]
-    assignments = []
-    for kind in spec.assigned_kinds:
-        if kind.num_units < tp_full:
-            raise PlanError(
-                f"TP {tp_full} is more than the {kind.num_units} units of kind '{kind.name}' of {spec.name}: "
-                f"use a TP degree of at most {kind.num_units}."
-            )
-        assignments.append((kind.name, assign(kind.num_units, tp_full, dead, before.get(kind.name))))
-    return ReplicaPlan(number, slots, tuple(assignments), 0)
+    assignments = tuple(
+        (kind.name, assign(kind.num_units, tp_full, dead, before.get(kind.name))) for kind in spec.assigned_kinds
+    )
+    return ReplicaPlan(number, slots, assignments, 0)
+
+
+def _check_degree(spec: ModelSpec, tp_full: int) -> None:
+    smallest = min(spec.assigned_kinds, key=lambda kind: kind.num_units)
+    if smallest.num_units < tp_full:
+        raise PlanError(
+            f"TP {tp_full} is more than the {smallest.num_units} units of kind '{smallest.name}' of {spec.name}: "
+            f"use a TP degree of at most {smallest.num_units}."
+        )
 
 
 def live_devices(tp_full: int, num_replicas: int, dead: Iterable[Place]) -> dict[Place, str]:
@@ -75,16 +80,14 @@ def live_devices(tp_full: int, num_replicas: int, dead: Iterable[Place]) -> dict
     """
     gone = set(dead)
     for replica, slot in sorted(gone):
-        if replica >= num_replicas or slot >= tp_full:
+        if not (0 <= replica < num_replicas and 0 <= slot < tp_full):
             raise PlanError(
                 f"dead place {replica}:{slot} does not exist: this layout has replicas 0..{num_replicas - 1} "
                 f"with slots 0..{tp_full - 1}."
             )
     places = [(replica, slot) for replica in range(num_replicas) for slot in range(tp_full)]
     live = {place: f"{place[0]}:{place[1]}" for place in places if place not in gone}
-    for replica in range(num_replicas):
-        if not any(place[0] == replica for place in live):
-            raise PlanError(
-                f"all {tp_full} slots of replica {replica} are dead: plan with {num_replicas - 1} replicas instead."
-            )
+    for replica in sorted(set(range(num_replicas)) - {place[0] for place in live}):
+        remedy = f"plan with {num_replicas - 1} replicas instead" if num_replicas > 1 else "keep one of them"
+        raise PlanError(f"all {tp_full} slots of replica {replica} are dead: {remedy}.")
     return live

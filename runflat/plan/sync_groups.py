@@ -6,11 +6,13 @@ With nobody dead every device meets exactly its same-slot peers, as in an ordina
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from runflat.plan.plan import Place, Plan
-from runflat.plan.units import ModelSpec, ParamSpec, axis_ranges, ranges_size
+from runflat.plan.units import ModelSpec
 
 MAX_COMMUNICATORS = 16
 """Communicators per device (TP, world and sync groups) above which small groups share one all-to-all instead."""
@@ -36,10 +38,19 @@ class Bucket:
     members: Members
     entries: tuple[Entry, ...]
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements of the flat buffer."""
         return sum(entry.numel for entry in self.entries)
+
+
+@dataclass(frozen=True)
+class GroupTotal:
+    """One sync group's buckets together: how many all-reduces, of how many elements in all."""
+
+    members: Members
+    num_buckets: int
+    numel: int
 
 
 @dataclass(frozen=True)
@@ -56,18 +67,62 @@ class SyncLayout:
     replicated: tuple[str, ...]
     replicated_numel: int
 
+    @cached_property
+    def totals(self) -> tuple[GroupTotal, ...]:
+        """What each sync group with a communicator exchanges per step, by members; sets of one member need none."""
+        found: dict[Members, list[int]] = defaultdict(list)
+        for bucket in self.buckets:
+            if len(bucket.members) > 1:
+                found[bucket.members].append(bucket.numel)
+        return tuple(GroupTotal(members, len(sizes), sum(sizes)) for members, sizes in sorted(found.items()))
+
     @property
     def groups(self) -> tuple[Members, ...]:
-        """Member sets that need a communicator, ascending; sets of one member need none."""
-        return tuple(sorted({bucket.members for bucket in self.buckets if len(bucket.members) > 1}))
+        """Member sets that need a communicator, ascending."""
+        return tuple(total.members for total in self.totals)
+
+    def totals_of(self, place: Place) -> tuple[GroupTotal, ...]:
+        """The totals of the groups in which `place` takes part."""
+        return self._totals_by_place.get(place, ())
+
+    @cached_property
+    def _totals_by_place(self) -> Mapping[Place, tuple[GroupTotal, ...]]:
+        found: dict[Place, list[GroupTotal]] = defaultdict(list)
+        for total in self.totals:
+            for place in total.members:
+                found[place].append(total)
+        return {place: tuple(totals) for place, totals in found.items()}
 
     def of(self, place: Place) -> tuple[Bucket, ...]:
         """Buckets in which `place` takes part, in launch order."""
-        return tuple(bucket for bucket in self.buckets if place in bucket.members)
+        return self._by_place.get(place, ())
 
     def communicators(self, place: Place) -> int:
         """Communicators that the device at `place` has: its sync groups, the world and its replica's TP group."""
-        return sum(place in members for members in self.groups) + 2
+        return len(self.totals_of(place)) + 2
+
+    def exchange_numel(self, place: Place) -> int:
+        """Elements that `place` sends in the exchange: its flat buffers, once to every other member of each."""
+        return self._exchange_numel[place]
+
+    @cached_property
+    def _exchange_numel(self) -> Counter[Place]:
+        by_members: Counter[Members] = Counter()
+        for bucket in self.exchange:
+            by_members[bucket.members] += bucket.numel
+        sent: Counter[Place] = Counter()
+        for members, numel in by_members.items():
+            for place in members:
+                sent[place] += numel * (len(members) - 1)
+        return sent
+
+    @cached_property
+    def _by_place(self) -> Mapping[Place, tuple[Bucket, ...]]:
+        found: dict[Place, list[Bucket]] = defaultdict(list)
+        for bucket in self.buckets:
+            for place in bucket.members:
+                found[place].append(bucket)
+        return {place: tuple(buckets) for place, buckets in found.items()}
 
 
 def holders(spec: ModelSpec, plan: Plan) -> dict[str, dict[int, Members]]:
@@ -101,21 +156,20 @@ def bucket_positions(spec: ModelSpec, bucket_bytes: int, bytes_per_element: int)
 
 def sync_layout(spec: ModelSpec, plan: Plan, bucket_bytes: int, bytes_per_element: int) -> SyncLayout:
     """Buckets of all sync groups of `plan`; `bucket_bytes` counts full parameters (see `bucket_positions`)."""
-    by_members: dict[str, dict[Members, list[int]]] = {}
-    for kind, units in holders(spec, plan).items():
-        by_members[kind] = defaultdict(list)
-        for unit, members in sorted(units.items()):
-            by_members[kind][members].append(unit)
+    shares = _shares(spec, plan)
+    sets = sorted({members for listed in shares.values() for members in listed})
+    rank = {members: index for index, members in enumerate(sets)}  # an index is cheaper to hash than its members
+    ranked = {kind: [(rank[members], *share) for members, share in listed.items()] for kind, listed in shares.items()}
     positions = bucket_positions(spec, bucket_bytes, bytes_per_element)
-    entries: dict[tuple[int, Members], list[Entry]] = defaultdict(list)
+    entries: dict[tuple[int, int], list[Entry]] = defaultdict(list)
     for param in sorted(spec.params, key=lambda p: p.order, reverse=True):
         if param.rule != "sharded":
             continue
         for index, segment in enumerate(param.segments):
-            for members, units_held in by_members[segment.kind].items():
-                entry = _entry(spec, param, index, tuple(units_held))
-                entries[positions[param.name], members].append(entry)
-    buckets = tuple(Bucket(position, members, tuple(listed)) for (position, members), listed in sorted(entries.items()))
+            for group, units, size in ranked[segment.kind]:
+                entry = Entry(param.name, index, units, size * param.row_numel)
+                entries[positions[param.name], group].append(entry)
+    buckets = tuple(Bucket(position, sets[group], tuple(found)) for (position, group), found in sorted(entries.items()))
     own = _groups_with_communicator(buckets)
     replicated = [param for param in spec.params if param.rule != "sharded"]
     return SyncLayout(
@@ -126,9 +180,17 @@ def sync_layout(spec: ModelSpec, plan: Plan, bucket_bytes: int, bytes_per_elemen
     )
 
 
-def _entry(spec: ModelSpec, param: ParamSpec, segment: int, units: tuple[int, ...]) -> Entry:
-    size = ranges_size(axis_ranges(spec.kind(param.segments[segment].kind), units))
-    return Entry(param.name, segment, units, size * param.row_numel)
+def _shares(spec: ModelSpec, plan: Plan) -> dict[str, dict[Members, tuple[tuple[int, ...], int]]]:
+    """Per kind and set of holders: the units that exactly these hold (ascending), and their elements of the axis."""
+    shares: dict[str, dict[Members, tuple[tuple[int, ...], int]]] = {}
+    for kind, units in holders(spec, plan).items():
+        by_members: dict[Members, list[int]] = defaultdict(list)
+        for unit, members in sorted(units.items()):
+            by_members[members].append(unit)
+        shares[kind] = {
+            members: (tuple(listed), spec.kind(kind).size_of(listed)) for members, listed in by_members.items()
+        }
+    return shares
 
 
 def _groups_with_communicator(buckets: tuple[Bucket, ...]) -> set[Members]:

@@ -32,10 +32,13 @@ def transfers(spec: ModelSpec, old: Plan, new: Plan, bytes_per_element: int) -> 
         PlanError: a unit has no holder left; the caller must fall back to a checkpoint.
     """
     had = _device_units(spec, old)
+    lost = lost_units(spec, old, new)
+    for kind, units in lost.items():
+        raise PlanError(f"no live device holds {kind} unit {units[0]}: its state must come from a checkpoint.")
     alive = {new.device(place) for place in new.places}
-    sources = {kind: {unit: [old.device(p) for p in places if old.device(p) in alive] for unit, places in units.items()}
-               for kind, units in holders(spec, old).items()}  # fmt: skip
-    sent: dict[str, int] = dict.fromkeys(sorted(alive), 0)
+    held = holders(spec, old)
+    sources: dict[tuple[str, int], list[str]] = {}
+    sent: dict[str, int] = dict.fromkeys(alive, 0)
     moves: list[Transfer] = []
     for place in new.places:
         device = new.device(place)
@@ -43,7 +46,10 @@ def transfers(spec: ModelSpec, old: Plan, new: Plan, bytes_per_element: int) -> 
             for unit in units:
                 if unit in had.get(device, {}).get(kind, ()):
                     continue
-                source = _source(sources[kind][unit], old, place, sent, kind, unit)
+                if (kind, unit) not in sources:
+                    found = (old.device(holder) for holder in held[kind][unit])
+                    sources[kind, unit] = [holder for holder in found if holder in alive]
+                source = _source(sources[kind, unit], new, place, sent)
                 num_bytes = unit_bytes(spec, kind, unit, bytes_per_element)
                 sent[source] += num_bytes
                 moves.append(Transfer(kind, unit, unit + 1, source, device, num_bytes))
@@ -59,15 +65,26 @@ def _device_units(spec: ModelSpec, plan: Plan) -> dict[str, dict[str, frozenset[
     }
 
 
-def _source(candidates: list[str], old: Plan, target: Place, sent: dict[str, int], kind: str, unit: int) -> str:
-    if not candidates:
-        raise PlanError(f"no live device holds {kind} unit {unit}: its state must come from a checkpoint.")
+def lost_units(spec: ModelSpec, old: Plan, new: Plan) -> dict[str, tuple[int, ...]]:
+    """Per kind: the units that no device of `new` held under `old`, ascending; kinds without such units are left out.
 
-    def rank(device: str) -> tuple[bool, int, str]:
-        place = old.place(device)
-        return (place is None or place[0] != target[0], sent[device], device)
+    They must come from a checkpoint.
+    """
+    kept = [place for place in old.places if new.place(old.device(place)) is not None]
+    had: dict[str, set[int]] = {kind.name: set() for kind in spec.kinds}
+    for place in kept:
+        for kind, units in old.replica(place[0]).held(spec.kinds, place[1]).items():
+            had[kind].update(units)
+    lost = {
+        kind.name: tuple(unit for unit in range(kind.num_units) if unit not in had[kind.name]) for kind in spec.kinds
+    }
+    return {kind: units for kind, units in lost.items() if units}
 
-    return min(candidates, key=rank)
+
+def _source(candidates: list[str], new: Plan, target: Place, sent: dict[str, int]) -> str:
+    """The candidate in the target's replica that has sent least, else the one of all that has."""
+    near = [device for device in candidates if (new.place(device) or target)[0] == target[0]]
+    return min(near or candidates, key=lambda device: (sent[device], device))
 
 
 def _joined(moves: list[Transfer]) -> tuple[Transfer, ...]:

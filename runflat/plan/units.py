@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 from runflat.errors import PlanError
@@ -48,6 +49,13 @@ class Kind:
     def range_of(self, unit: int) -> Range:
         """Elements of the axis that `unit` covers."""
         return unit * self.unit_size, min((unit + 1) * self.unit_size, self.size)
+
+    def size_of(self, units: Sequence[int]) -> int:
+        """Elements of the axis that `units` (ascending) cover."""
+        if not units:
+            return 0
+        missing = self.num_units * self.unit_size - self.size
+        return len(units) * self.unit_size - (missing if units[-1] == self.num_units - 1 else 0)
 
     def units_of_parent(self, parent_units: Iterable[int]) -> tuple[int, ...]:
         """Units of this kind that a holder of `parent_units` needs, ascending."""
@@ -111,6 +119,29 @@ class ModelSpec:
     def assigned_kinds(self) -> tuple[Kind, ...]:
         """Kinds that have an assignment of their own (no parent)."""
         return tuple(kind for kind in self.kinds if kind.parent is None)
+
+    @cached_property
+    def rows_by_kind(self) -> Mapping[str, int]:
+        """Per kind: parameter elements that one element of its axis stands for, over all parameters."""
+        rows = dict.fromkeys((kind.name for kind in self.kinds), 0)
+        for param in self.params:
+            for segment in param.segments:
+                rows[segment.kind] += param.row_numel
+        return rows
+
+    @cached_property
+    def multiplied_by_kind(self) -> Mapping[str, int]:
+        """Per kind: multiply-adds of a forward pass, per token and element of its axis."""
+        rows = dict.fromkeys((kind.name for kind in self.kinds), 0)
+        for param in self.params:
+            for segment in param.segments:
+                rows[segment.kind] += param.matmuls * param.row_numel
+        return rows
+
+    @cached_property
+    def replicated_numel(self) -> int:
+        """Elements of the parameters that every device holds whole."""
+        return sum(param.numel for param in self.params if param.dim is None)
 
     @property
     def num_params(self) -> int:
@@ -194,21 +225,13 @@ def shard_shape(spec: ModelSpec, param: ParamSpec, held: Mapping[str, Sequence[i
 
 def unit_bytes(spec: ModelSpec, kind_name: str, unit: int, bytes_per_element: int) -> int:
     """Bytes of one unit over all parameters that have it, at `bytes_per_element`."""
-    start, stop = spec.kind(kind_name).range_of(unit)
-    rows = sum(
-        param.row_numel
-        for param in spec.params
-        if param.dim is not None
-        for segment in param.segments
-        if segment.kind == kind_name
-    )
-    return (stop - start) * rows * bytes_per_element
+    return spec.kind(kind_name).size_of((unit,)) * spec.rows_by_kind[kind_name] * bytes_per_element
 
 
 def parse_slot(text: str) -> tuple[int, int]:
     """(replica, slot) of a device id such as "1:3"; PlanError says what is wrong with anything else."""
     parts = text.split(":")
-    if len(parts) != 2 or not all(part.isdigit() for part in parts):
+    if len(parts) != 2 or not all(part.isascii() and part.isdigit() for part in parts):
         raise PlanError(f"'{text}' is not a place: write replica:slot with two numbers, for example 1:3.")
     return int(parts[0]), int(parts[1])
 

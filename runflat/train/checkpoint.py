@@ -5,7 +5,8 @@ Layout of a run's `checkpoints/`
     step-00000060/shard-1-3.safetensors   `weight/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME` of the device 1:3
 
 Each unit is written by one of its holders. A checkpoint is assembled in a folder with a leading dot and becomes visible
-by one rename, after everything in it is on disk: what can be seen is complete.
+by one rename, after everything in it is on disk: what can be seen is complete. Where a step is saved a second time, the
+old folder stays visible as step-00000060.replaced until the new one is.
 """
 
 from __future__ import annotations
@@ -13,18 +14,21 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from runflat.errors import CheckpointError
 from runflat.plan.plan import Place, Plan
-from runflat.plan.sync_groups import holders
-from runflat.plan.units import ModelSpec, ParamSpec, Range, axis_ranges, merge_ranges, spec_to_json
+from runflat.plan.sync_groups import Members, holders
+from runflat.plan.units import Kind, ModelSpec, ParamSpec, Range, Segment, axis_ranges, merge_ranges
 
 FORMAT = 1
+FOLDER = re.compile(r"step-(\d+)(\.replaced)?")
+PARTIAL = re.compile(r"\.step-(\d+)-generation-(\d+)\.partial")
 TENSORS = ("weight", "exp_avg", "exp_avg_sq")
 """What a shard holds per parameter: the weight and AdamW's two moments."""
 
@@ -56,21 +60,37 @@ class Progress:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A published checkpoint: its folder, progress, model geometry and files."""
+    """A published checkpoint: its folder, progress, model geometry and files.
+
+    `spec` is the model as the writing layout cut it: the sizes of its FFN and vocabulary units are that layout's.
+    """
 
     folder: Path
     generation: int
     progress: Progress
-    model: Mapping[str, Any]
+    spec: ModelSpec
     files: tuple[ShardFile, ...]
 
 
 def written_units(spec: ModelSpec, plan: Plan, place: Place) -> dict[str, tuple[int, ...]]:
-    """Units per kind that the device at `place` writes: each unit by one holder, the holders taking turns."""
-    return {
-        kind: tuple(unit for unit, places in sorted(units.items()) if places[unit % len(places)] == place)
-        for kind, units in holders(spec, plan).items()
-    }
+    """Units per kind that the device at `place` writes: each unit by one holder.
+
+    Units with the same holders are dealt to them in equal runs, not in turn, so that a file has few and long ranges.
+    """
+    written: dict[str, tuple[int, ...]] = {}
+    for kind, units in holders(spec, plan).items():
+        shared: dict[Members, list[int]] = {}
+        for unit, places in sorted(units.items()):
+            shared.setdefault(tuple(places), []).append(unit)
+        written[kind] = tuple(
+            sorted(
+                unit
+                for places, run in shared.items()
+                for index, unit in enumerate(run)
+                if places[index * len(places) // len(run)] == place
+            )
+        )
+    return written
 
 
 def file_ranges(param: ParamSpec, axes: Mapping[str, tuple[Range, ...]]) -> tuple[Range, ...]:
@@ -99,12 +119,14 @@ def unit_axes(spec: ModelSpec, units: Mapping[str, tuple[int, ...]]) -> dict[str
 
 def describe_shard(path: Path, axes: Mapping[str, tuple[Range, ...]], replicated: bool) -> ShardFile:
     """The index entry of a shard that has just been written; makes sure that the file is on disk."""
-    digest = hashlib.sha256()
     with path.open("rb") as file:
         os.fsync(file.fileno())
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return ShardFile(path.name, digest.hexdigest(), path.stat().st_size, axes, replicated)
+    return ShardFile(path.name, _checksum(path), path.stat().st_size, axes, replicated)
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def shard_to_json(shard: ShardFile) -> dict[str, Any]:
@@ -127,33 +149,56 @@ def shard_from_json(data: Mapping[str, Any]) -> ShardFile:
 def publish(run: Path, spec: ModelSpec, plan: Plan, progress: Progress, shards: Iterable[ShardFile]) -> Path:
     """Make the assembled shards of (step, generation) a checkpoint; returns its folder. Called by one process only.
 
+    Whenever it is interrupted, every checkpoint that was complete before still can be found. What earlier steps left
+    half assembled is removed.
+
     Raises:
         CheckpointError: the index or the rename could not be written; older checkpoints are untouched.
     """
     source = partial_folder(run, progress.step, plan.generation)
     target = run / "checkpoints" / f"step-{progress.step:08d}"
-    index = {
-        "format": FORMAT,
-        "generation": plan.generation,
-        "progress": vars(progress),
-        "model": spec_to_json(spec),
-        "files": [shard_to_json(shard) for shard in shards],
-    }
     try:
         with (source / "index.json").open("w") as file:
-            json.dump(index, file)
+            json.dump(_sealed(spec, plan.generation, progress, shards), file)
             file.flush()
             os.fsync(file.fileno())
         _fsync_folder(source)
-        if target.exists():
-            # The same step saved again after a resume: the old folder steps aside so that the rename cannot fail.
-            shutil.rmtree(target)
-        source.rename(target)
-        _fsync_folder(target.parent)
+        _put_in_place(source, target)
     except OSError as error:
         discard(run, progress.step, plan.generation)
         raise CheckpointError(_cannot_save(run, progress.step, error)) from error
+    for folder in target.parent.iterdir():
+        match = PARTIAL.fullmatch(folder.name)
+        if match and int(match[1]) <= progress.step:
+            shutil.rmtree(folder, ignore_errors=True)
     return target
+
+
+def _sealed(spec: ModelSpec, generation: int, progress: Progress, shards: Iterable[ShardFile]) -> dict[str, Any]:
+    """The index, with a checksum of itself."""
+    body = {
+        "format": FORMAT,
+        "generation": generation,
+        "progress": vars(progress),
+        "model": asdict(spec),
+        "files": [shard_to_json(shard) for shard in shards],
+    }
+    return body | {"sha256": _seal(body)}
+
+
+def _seal(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def _put_in_place(source: Path, target: Path) -> None:
+    """Rename the assembled folder; one that is there already (a step saved again) steps aside, visibly, until then."""
+    aside = target.with_name(f"{target.name}.replaced")
+    if target.exists():
+        shutil.rmtree(aside, ignore_errors=True)
+        target.rename(aside)
+    source.rename(target)
+    _fsync_folder(target.parent)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def discard(run: Path, step: int, generation: int) -> None:
@@ -181,59 +226,108 @@ def _fsync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def newest_checkpoint(run: Path, warn: Any) -> Checkpoint:
+def newest_checkpoint(run: Path, warn: Callable[[str], object]) -> Checkpoint:
     """The newest complete checkpoint of `run`; broken ones are skipped with a call of `warn(text)`.
 
     Raises:
         CheckpointError: there is none, or none that is whole. A missing checkpoint is never a fresh start.
     """
-    folders = sorted((run / "checkpoints").glob("step-*"), reverse=True)
-    if not folders:
-        raise CheckpointError(
-            f"{run} has no checkpoint: there is no folder step-N under {run / 'checkpoints'}. Name the folder of a run "
-            f"that has saved one, or start anew without --resume."
-        )
-    problems = []
-    for folder in folders:
+    problems: list[str] = []
+    for folder in reversed(_folders(run)):
         try:
-            return _open_checked(folder)
+            checkpoint = open_checked(folder)
         except CheckpointError as error:
             problems.append(str(error))
-            if folder != folders[-1]:
-                warn(f"skipping a broken checkpoint: {error}")
-    raise CheckpointError(f"no checkpoint of {run} is whole ({'; '.join(problems)}).")
+            continue
+        for problem in problems:
+            warn(f"skipping a broken checkpoint: {problem}")
+        return checkpoint
+    raise CheckpointError(f"no checkpoint of {run} is whole: {' '.join(problems)} Go on from another run.")
+
+
+def checkpoint_of_step(run: Path, step: int) -> Checkpoint:
+    """The checkpoint of `run` after `step` steps, whole.
+
+    Raises:
+        CheckpointError: there is none of that step, or it is broken.
+    """
+    steps = {_order(folder)[0]: folder for folder in _folders(run)}
+    if step not in steps:
+        known = ", ".join(map(str, sorted(steps)))
+        raise CheckpointError(f"{run} has no checkpoint of step {step}: there are those of the steps {known}.")
+    return open_checked(steps[step])
+
+
+def _folders(run: Path) -> list[Path]:
+    """Folders of published checkpoints, oldest first, at least one."""
+    folder = run / "checkpoints"
+    found = sorted((path for path in folder.glob("step-*") if FOLDER.fullmatch(path.name)), key=_order)
+    if not found:
+        reason = f"there is no folder step-N under {folder}" if run.is_dir() else "there is no such folder"
+        raise CheckpointError(f"{run} has no checkpoint: {reason}. Name the folder of a run that has saved one.")
+    return found
+
+
+def _order(folder: Path) -> tuple[int, bool]:
+    """By step; a folder that was replaced comes before the one that took its place."""
+    match = FOLDER.fullmatch(folder.name)
+    assert match is not None
+    return int(match[1]), match[2] is None
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """The checkpoint in `folder` by its index alone; checksums are not compared.
+    """The checkpoint in `folder` by its index alone; the shards' checksums are not compared.
 
     Raises:
-        CheckpointError: the index is missing or is not one of ours.
+        CheckpointError: the index is missing, damaged, or not one of ours.
     """
     try:
         index = json.loads((folder / "index.json").read_text())
         if index["format"] != FORMAT:
             raise CheckpointError(f"{folder} has format {index['format']}, but this version reads {FORMAT}.")
+        if index.pop("sha256") != _seal(index):
+            raise CheckpointError(f"{folder / 'index.json'} does not have the checksum that it names.")
         return Checkpoint(
             folder,
             int(index["generation"]),
             Progress(**index["progress"]),
-            index["model"],
+            _spec_from_json(index["model"]),
             tuple(shard_from_json(entry) for entry in index["files"]),
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{folder} has no readable index.json: {error}") from error
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        reason = error if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{folder} has no readable index.json ({reason}).") from error
 
 
-def _open_checked(folder: Path) -> Checkpoint:
+def _spec_from_json(data: Mapping[str, Any]) -> ModelSpec:
+    """The spec whose `asdict` went through JSON."""
+    params = (
+        ParamSpec(
+            **entry
+            | {"shape": tuple(entry["shape"]), "segments": tuple(Segment(**segment) for segment in entry["segments"])}
+        )
+        for entry in data["params"]
+    )
+    return ModelSpec(**dict(data) | {"kinds": tuple(Kind(**kind) for kind in data["kinds"]), "params": tuple(params)})
+
+
+def open_checked(folder: Path) -> Checkpoint:
+    """The checkpoint in `folder`; each shard has the size and the checksum that the index names.
+
+    Raises:
+        CheckpointError: something is missing or damaged.
+    """
     checkpoint = open_checkpoint(folder)
     for shard in checkpoint.files:
         path = folder / shard.name
-        if not path.exists():
-            raise CheckpointError(f"{path} is missing.")
-        if path.stat().st_size != shard.num_bytes:
-            raise CheckpointError(f"{path} has {path.stat().st_size} bytes where the index says {shard.num_bytes}.")
-        if describe_shard(path, shard.axes, shard.replicated).sha256 != shard.sha256:
+        try:
+            size = path.stat().st_size
+            damaged = size == shard.num_bytes and _checksum(path) != shard.sha256
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read ({error.strerror}).") from error
+        if size != shard.num_bytes:
+            raise CheckpointError(f"{path} has {size} bytes where the index says {shard.num_bytes}.")
+        if damaged:
             raise CheckpointError(f"{path} does not have the checksum that the index names.")
     return checkpoint
 
@@ -242,17 +336,27 @@ def check_model(checkpoint: Checkpoint, spec: ModelSpec) -> None:
     """Refuse a checkpoint of another model.
 
     Raises:
-        CheckpointError: names the first parameter that differs.
+        CheckpointError: names the first thing that differs.
     """
-    shapes: Mapping[str, list[int]] = checkpoint.model["params"]
-    for param in spec.params:
-        found = shapes.get(param.name)
-        if found is None or tuple(found) != param.shape:
-            raise CheckpointError(
-                f"{checkpoint.folder} is of another model: {param.name} has shape {found} there and "
-                f"{list(param.shape)} here. Resume with the model that the run was started with."
-            )
-    if len(shapes) != len(spec.params):
+    difference = model_difference(checkpoint.spec, spec)
+    if difference:
         raise CheckpointError(
-            f"{checkpoint.folder} has {len(shapes)} parameters where the model has {len(spec.params)}."
+            f"{checkpoint.folder} is of another model: {difference}. Resume with the model that the run was started "
+            f"with."
         )
+
+
+def model_difference(there: ModelSpec, here: ModelSpec) -> str:
+    """The first thing in which two models differ, empty where they are the same. How units were cut does not count."""
+    if there.name != here.name:
+        return f"it is a {there.name} there and a {here.name} here"
+    theirs, ours = ({param.name: param for param in spec.params} for spec in (there, here))
+    for name in [*ours, *theirs]:
+        shapes = [list(params[name].shape) if name in params else None for params in (theirs, ours)]
+        if shapes[0] != shapes[1]:
+            return f"{name} has shape {shapes[0]} there and {shapes[1]} here"
+    for name in ours:
+        if (theirs[name].dim, theirs[name].segments) != (ours[name].dim, ours[name].segments):
+            return f"{name} is cut differently there"
+    heads = [(spec.head_dim, [(k.name, k.size, k.parent, k.group) for k in spec.kinds]) for spec in (there, here)]
+    return "" if heads[0] == heads[1] else f"its heads are of size {there.head_dim} there and {here.head_dim} here"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -13,7 +14,7 @@ from torch import nn
 from runflat.errors import CheckpointError
 from runflat.parallel.shard import WeightSource, read_slices
 from runflat.plan.plan import Place, Plan
-from runflat.plan.units import ModelSpec, ParamSpec, Range, shard_pieces
+from runflat.plan.units import ModelSpec, ParamSpec, Range, ranges_size, shard_pieces
 from runflat.train.checkpoint import (
     TENSORS,
     Checkpoint,
@@ -90,32 +91,50 @@ def checkpoint_tensors(checkpoint: Checkpoint, kind: str) -> WeightSource:
     """Reads ranges of `kind` (weight, exp_avg, exp_avg_sq) of any parameter; only the needed slices are read.
 
     Raises:
-        CheckpointError: elements that no file has.
+        CheckpointError: a file that cannot be read, or elements that no file has or that two have.
     """
-    opened = {shard.name: safe_open(str(checkpoint.folder / shard.name), framework="pt") for shard in checkpoint.files}
+    opened = {shard.name: _open(checkpoint.folder / shard.name) for shard in checkpoint.files}
 
     def read(param: ParamSpec, ranges: tuple[Range, ...]) -> torch.Tensor:
-        key = f"{kind}/{param.name}"
-        if param.dim is None:
-            shard = next(shard for shard in checkpoint.files if shard.replicated)
-            whole: torch.Tensor = opened[shard.name].get_tensor(key)
-            return whole
-        pieces: list[tuple[int, torch.Tensor]] = []
-        for shard in checkpoint.files:
-            stored = file_ranges(param, shard.axes)
-            overlaps = _overlaps(ranges, stored)
-            if overlaps:
-                lazy = opened[shard.name].get_slice(key)
-                for position, start, stop in overlaps:
-                    pieces.append((position, read_slices(lazy, param, ((start, stop),))))
-        pieces.sort(key=lambda piece: piece[0])
-        found = sum(piece.shape[param.dim] for _, piece in pieces)
-        wanted = sum(stop - start for start, stop in ranges)
-        if found != wanted:
-            raise CheckpointError(f"{checkpoint.folder} holds {found} of {wanted} wanted rows of {param.name}.")
-        return torch.cat([piece for _, piece in pieces], dim=param.dim)
+        try:
+            return _read(checkpoint, opened, param, kind, ranges)
+        except SafetensorError as error:
+            raise CheckpointError(f"{checkpoint.folder} does not hold {kind}/{param.name}: {error}.") from error
 
     return read
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(str(path), framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.") from error
+
+
+def _read(
+    checkpoint: Checkpoint, opened: Mapping[str, Any], param: ParamSpec, kind: str, ranges: tuple[Range, ...]
+) -> torch.Tensor:
+    key = f"{kind}/{param.name}"
+    if param.dim is None:
+        shard = next(shard for shard in checkpoint.files if shard.replicated)
+        whole: torch.Tensor = opened[shard.name].get_tensor(key)
+        return whole
+    pieces: list[tuple[int, torch.Tensor]] = []
+    for shard in checkpoint.files:
+        overlaps = _overlaps(ranges, file_ranges(param, shard.axes))
+        if overlaps:
+            lazy = opened[shard.name].get_slice(key)
+            for position, start, stop in overlaps:
+                pieces.append((position, read_slices(lazy, param, ((start, stop),))))
+    pieces.sort(key=lambda piece: piece[0])
+    position = 0
+    for start, piece in pieces:
+        if start != position:
+            break
+        position += piece.shape[param.dim]
+    if position != ranges_size(ranges) or position != sum(piece.shape[param.dim] for _, piece in pieces):
+        raise CheckpointError(f"{checkpoint.folder} does not hold each element of {param.name} exactly once.")
+    return torch.cat([piece for _, piece in pieces], dim=param.dim)
 
 
 def _overlaps(wanted: tuple[Range, ...], stored: tuple[Range, ...]) -> list[tuple[int, int, int]]:

@@ -1,11 +1,16 @@
-"""One training step of one device: backward, gradient sync, the all-reduce that is also the barrier, update."""
+"""One training step of one device, in the parts that recovery needs to tell apart.
+
+`backward` and `finish` leave this device with final gradients; `barrier` is the all-reduce whose result proves that
+every device has them; `apply` changes state and commits. A device that has final gradients of a step can still apply it
+later with the scalars of a peer that has seen the barrier's result: that is how recovery rolls forward.
+"""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass
 
 import torch
 from torch import nn
@@ -18,12 +23,31 @@ from runflat.parallel.optimizer import OptimizerSettings, apply_update, clip_coe
 
 
 @dataclass(frozen=True)
+class Scalars:
+    """Sums over all devices at the end of a step: what `apply` needs besides this device's gradients.
+
+    `num_devices` counts who took part; `non_finite`, `stop` and `switch` are above zero when any device said so.
+    """
+
+    num_devices: float
+    loss_sum: float
+    num_targets: float
+    squared_norm: float
+    non_finite: float
+    stop: float
+    switch: float
+
+    def to_list(self) -> list[float]:
+        """The values in field order, for a message."""
+        return list(astuple(self))
+
+
+@dataclass(frozen=True)
 class StepResult:
     """What every device knows after a step. `loss` is nats per target token, `grad_norm` the norm before clipping.
 
-    `skipped`: a gradient was not finite, and no device applied the step. `stop`: some device asked to end after this
-    step; all see it alike. `compute_s` and `sync_s` are this device's seconds until its gradients were final and until
-    all gradients were summed.
+    `skipped`: a gradient was not finite, and no device applied the step. `compute_s` and `sync_s` are this device's
+    seconds until its gradients were final and until all gradients were summed.
     """
 
     loss: float
@@ -31,14 +55,16 @@ class StepResult:
     grad_norm: float
     lr: float
     skipped: bool
-    stop: bool
-    compute_s: float
-    sync_s: float
+    compute_s: float = 0.0
+    sync_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class Trainer:
-    """One device's part of the training, under one plan. `reports` is true on one device of each replica."""
+    """One device's part of the training, under one plan. `reports` is true on one device of each replica.
+
+    `phase` is called with the name of each part of a step as it begins.
+    """
 
     model: PreTrainedModel
     params: Mapping[str, nn.Parameter]
@@ -47,27 +73,78 @@ class Trainer:
     optimizer: torch.optim.AdamW
     settings: OptimizerSettings
     reports: bool
+    phase: Callable[[str], None] = lambda name: None
 
 
 def backward(trainer: Trainer, batches: Sequence[torch.Tensor], labels: Sequence[torch.Tensor]) -> tuple[float, int]:
-    """Loss sum and target tokens of this replica's micro-batches; gradients are summed over the replicas after it."""
+    """Loss sum and target tokens of this replica's micro-batches [B, T]; the exchange of gradients is under way."""
     loss_sum = torch.zeros((), dtype=torch.float64)
     tokens = 0
     trainer.sync.zero()
     for index, (batch, targets) in enumerate(zip(batches, labels, strict=True)):
+        trainer.phase("forward")
         if index == len(batches) - 1:
             trainer.sync.arm()
         loss = trainer.model(input_ids=batch, labels=targets, use_cache=False).loss
+        trainer.phase("backward")
         loss.backward()
         loss_sum += loss.detach().double().cpu()
         tokens += num_targets(targets)
     return float(loss_sum), tokens
 
 
-def train_step(
-    trainer: Trainer, batches: Sequence[torch.Tensor], labels: Sequence[torch.Tensor], step: int, stop: bool = False
+def barrier(trainer: Trainer, loss_sum: float, tokens: int, stop: bool = False, switch: bool = False) -> Scalars:
+    """The step's one small all-reduce, which is also the barrier.
+
+    Whoever has its result knows that every device entered it with final gradients. The ones must add up to the number of
+    devices before anything changes state.
+
+    Raises:
+        CommsError: a device was lost, or somebody else's numbers came in.
+    """
+    squared = float(trainer.sync.squared_norm())
+    finite = math.isfinite(squared)
+    own = Scalars(
+        num_devices=1.0,
+        loss_sum=loss_sum if trainer.reports else 0.0,
+        num_targets=float(tokens) if trainer.reports else 0.0,
+        squared_norm=squared if finite else 0.0,
+        non_finite=0.0 if finite else 1.0,
+        stop=float(stop),
+        switch=float(switch),
+    )
+    device = next(iter(trainer.params.values())).device
+    values = torch.tensor(own.to_list(), dtype=torch.float64, device=device)
+    trainer.comms.world.all_reduce(values)
+    total = Scalars(*values.cpu().tolist())
+    if int(total.num_devices) != trainer.comms.world.size:
+        raise CommsError(
+            f"the all-reduce that ends a step counted {total.num_devices:.0f} devices, not {trainer.comms.world.size}."
+        )
+    return total
+
+
+def apply(
+    optimizer: torch.optim.AdamW,
+    params: Mapping[str, nn.Parameter],
+    settings: OptimizerSettings,
+    scalars: Scalars,
+    step: int,
 ) -> StepResult:
-    """Run step `step` (0-based) on this replica's micro-batches [B, T] and apply it; `stop` asks all to end after it.
+    """Clip by the true global norm and update: step `step` (0-based) is committed when this returns."""
+    tokens = scalars.num_targets
+    norm = math.sqrt(scalars.squared_norm) / tokens
+    skipped = scalars.non_finite > 0
+    lr = learning_rate(settings, step)
+    if not skipped:
+        apply_update(optimizer, params, clip_coefficient(norm, settings.clip_norm) / tokens, lr)
+    return StepResult(scalars.loss_sum / tokens, int(tokens), math.nan if skipped else norm, lr, skipped)
+
+
+def train_step(
+    trainer: Trainer, batches: Sequence[torch.Tensor], labels: Sequence[torch.Tensor], step: int
+) -> StepResult:
+    """All parts of step `step` (0-based) in a row.
 
     Raises:
         CommsError: a member was lost; nothing of the step has been applied.
@@ -77,47 +154,8 @@ def train_step(
     computed = time.perf_counter()
     trainer.sync.finish()
     synced = time.perf_counter()
-    scalars = _end_of_step(trainer, loss_sum, tokens, stop)
-    num_tokens, squared = int(scalars[2]), float(scalars[3])
-    norm = math.sqrt(squared) / num_tokens if math.isfinite(squared) else math.nan
-    skipped = float(scalars[4]) > 0
-    lr = learning_rate(trainer.settings, step)
-    if not skipped:
-        scale = clip_coefficient(norm, trainer.settings.clip_norm) / num_tokens
-        apply_update(trainer.optimizer, trainer.params, scale, lr)
+    scalars = barrier(trainer, loss_sum, tokens)
+    result = apply(trainer.optimizer, trainer.params, trainer.settings, scalars, step)
     return StepResult(
-        loss=float(scalars[1]) / num_tokens,
-        num_target_tokens=num_tokens,
-        grad_norm=norm,
-        lr=lr,
-        skipped=skipped,
-        stop=float(scalars[5]) > 0,
-        compute_s=computed - started,
-        sync_s=synced - computed,
+        **{**vars(result), "compute_s": computed - started, "sync_s": synced - computed},
     )
-
-
-def _end_of_step(trainer: Trainer, loss_sum: float, tokens: int, stop: bool) -> torch.Tensor:
-    """The step's one small all-reduce: ones, loss sum, tokens, squared norm, non-finite flag, stop.
-
-    It is also the barrier: whoever has its result knows that every device entered it with final gradients. The ones
-    must add up to the number of devices before anything changes state.
-    """
-    squared = float(trainer.sync.squared_norm())
-    local = [
-        1.0,
-        loss_sum if trainer.reports else 0.0,
-        float(tokens) if trainer.reports else 0.0,
-        squared if math.isfinite(squared) else 0.0,
-        0.0 if math.isfinite(squared) else 1.0,
-        float(stop),
-    ]
-    device = next(iter(trainer.params.values())).device
-    scalars = torch.tensor(local, dtype=torch.float64, device=device)
-    trainer.comms.world.all_reduce(scalars)
-    result = scalars.cpu()
-    if int(result[0]) != trainer.comms.world.size:
-        raise CommsError(
-            f"the all-reduce that ends a step counted {result[0]:.0f} devices, not {trainer.comms.world.size}."
-        )
-    return result

@@ -1,0 +1,262 @@
+"""What workers say to the controller: JSON objects, checked on arrival, never pickled. The words are those of `orders`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter
+
+from runflat.elastic.orders import Wire, parsed
+
+
+class _Said(Wire):
+    incarnation: int
+
+
+class Hello(_Said):
+    """The process is up."""
+
+    type: Literal["hello"] = "hello"
+    pid: int
+
+
+class Heartbeat(_Said):
+    """Sent every quarter of a second by a thread of its own: where the device is, and what it waits for."""
+
+    type: Literal["heartbeat"] = "heartbeat"
+    generation: int
+    committed: int
+    phase: str
+    waits_for: str | None = None
+    since_s: float = 0.0
+
+
+class MemoryCopy(Wire):
+    """A copy in memory of what `device` held of step `step` under plan `generation`."""
+
+    device: str
+    step: int
+    generation: int
+
+
+class Status(_Said):
+    """Answer to `abort`: `complete` says that the summed gradients of step `committed` are final here.
+
+    `scalars` are those of the last applied step's barrier; `memory` lists the copies that this device has, its own
+    among them; `generation` is the number in the order.
+    """
+
+    type: Literal["status"] = "status"
+    generation: int
+    committed: int
+    complete: bool
+    holds: int
+    scalars: tuple[float, ...] | None = None
+    memory: tuple[MemoryCopy, ...] = ()
+
+
+class Ready(_Said):
+    """The plan is adopted; `go` may come."""
+
+    type: Literal["ready"] = "ready"
+    generation: int
+
+
+class Formed(_Said):
+    """The groups are formed and proved."""
+
+    type: Literal["formed"] = "formed"
+    generation: int
+    form_s: float = 0.0
+
+
+class FormFail(_Said):
+    """The groups could not be formed, now or on the side thread."""
+
+    type: Literal["formfail"] = "formfail"
+    generation: int
+    text: str
+
+
+class Running(_Said):
+    """Its first step is about to run; `bytes_moved` is what this device received."""
+
+    type: Literal["running"] = "running"
+    generation: int
+    bytes_moved: int = 0
+    phases_s: dict[str, float] = Field(default_factory=dict)
+
+
+class Prepared(_Said):
+    """The groups of the next generation are formed and proved."""
+
+    type: Literal["prepared"] = "prepared"
+    generation: int
+
+
+class Switched(_Said):
+    """The device works under `generation` from step `committed` on."""
+
+    type: Literal["switched"] = "switched"
+    generation: int
+    committed: int
+    bytes_moved: int = 0
+    phases_s: dict[str, float] = Field(default_factory=dict)
+
+
+class Listening(_Said):
+    """A newcomer takes feeds at this address."""
+
+    type: Literal["listening"] = "listening"
+    address: tuple[str, int]
+
+
+class SelfTested(_Said):
+    """A newcomer has imported, warmed up and tested itself."""
+
+    type: Literal["selftested"] = "selftested"
+    ok: bool
+    text: str = ""
+
+
+class Fed(_Said):
+    """A newcomer has all its units as of `committed`; `bytes` in all so far."""
+
+    type: Literal["fed"] = "fed"
+    committed: int
+    bytes: int = 0
+
+
+class Commit(_Said):
+    """The barrier of step `step` gave these scalars; sent before the step is applied."""
+
+    type: Literal["commit"] = "commit"
+    generation: int
+    step: int
+    scalars: tuple[float, ...]
+
+
+class StepReport(_Said):
+    """One replica's account of a step that it has applied."""
+
+    type: Literal["step"] = "step"
+    generation: int
+    step: int
+    replica: int
+    first_sample: int
+    num_samples: int
+    loss: float
+    grad_norm: float
+    lr: float
+    num_target_tokens: int
+    skipped: bool
+    compute_s: float
+    sync_s: float
+    step_s: float
+
+
+class Suspect(_Said):
+    """A collective failed here; nobody is blamed by it."""
+
+    type: Literal["suspect"] = "suspect"
+    generation: int
+    phase: str
+    text: str
+
+
+class Mismatch(_Said):
+    """Holders of these units do not have the same bits."""
+
+    type: Literal["mismatch"] = "mismatch"
+    generation: int
+    units: tuple[str, ...]
+
+
+class LowMem(_Said):
+    """The device cannot hold what the plan asks of it; sent instead of `ready`."""
+
+    type: Literal["lowmem"] = "lowmem"
+    generation: int
+    need_bytes: int
+    free_bytes: int
+
+
+class Shard(_Said):
+    """The device's part of a checkpoint is on disk, or `error` says why not."""
+
+    type: Literal["shard"] = "shard"
+    generation: int
+    progress: dict[str, Any]
+    shard: dict[str, Any] | None = None
+    error: str | None = None
+    seconds: float = 0.0
+
+
+class Holdout(_Said):
+    """The held-out loss after `step` steps."""
+
+    type: Literal["holdout"] = "holdout"
+    step: int
+    loss: float
+
+
+class Done(_Said):
+    """Training has ended here, and the shard is written."""
+
+    type: Literal["done"] = "done"
+    step: int
+    stopped: bool
+
+
+class Failed(_Said):
+    """The worker ends by a Python error: `user` (unusable input), `comms` (a peer is gone) or `other`."""
+
+    type: Literal["error"] = "error"
+    cause: Literal["user", "comms", "other"]
+    class_name: str = Field(alias="class")
+    text: str
+    traceback: str
+
+
+class Exited(_Said):
+    """Added by the launcher when everything that a process sent has been read: it has ended with `code`."""
+
+    type: Literal["exit"] = "exit"
+    code: int | None
+
+
+Message = (
+    Hello
+    | Heartbeat
+    | Status
+    | Ready
+    | Formed
+    | FormFail
+    | Running
+    | Prepared
+    | Switched
+    | Listening
+    | SelfTested
+    | Fed
+    | Commit
+    | StepReport
+    | Suspect
+    | Mismatch
+    | LowMem
+    | Shard
+    | Holdout
+    | Done
+    | Failed
+    | Exited
+)
+
+_MESSAGES: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminator="type")])
+
+
+def parse_message(device: str, text: bytes) -> Message:
+    """The message that `device` sent.
+
+    Raises:
+        RunError: it is none of the messages above; names the device and shows the text.
+    """
+    return parsed(_MESSAGES, text, f"worker {device} sent")

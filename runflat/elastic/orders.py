@@ -1,0 +1,185 @@
+"""What the controller says to workers: orders as JSON objects, checked on arrival, never pickled.
+
+Words used here, in the messages and in the protocol:
+
+    generation    number of a plan; only the controller gives numbers out, each once, rising
+    incarnation   how often a device's process has been started; what an older one says is dropped
+    committed     number of committed steps, so the next step to run has this index
+    holds         generation of the plan whose units a device has complete; -1 for none
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from runflat.errors import RunError
+
+
+class Wire(BaseModel):
+    """A JSON object that is checked on arrival: unknown or missing fields are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+
+    def encode(self) -> bytes:
+        """The JSON text that goes over the wire."""
+        return json.dumps(self.model_dump(mode="python", by_alias=True)).encode()
+
+
+class Move(Wire):
+    """Units start..stop-1 of `kind` go from `source` to `target`: `num_bytes` over all parameters and moments."""
+
+    kind: str
+    start: int
+    stop: int
+    source: str
+    target: str
+    num_bytes: int = 0
+
+
+class Resume(Wire):
+    """How a plan is taken up. Everybody stands at `committed` afterwards.
+
+    start        fresh weights, or those of the checkpoint on disk
+    forward      those at committed-1 hold complete gradients and apply that step with `scalars`; the others wait
+    discard      the step in flight is dropped; all are at `committed`
+    checkpoint   all load `checkpoint` from disk
+    memory       all take the copies in memory of step `committed`; `transfers` go out of such copies
+
+    `transfers` run after the groups are formed. A target that holds nothing gets the replicated parameters too, from
+    the source of its first transfer.
+    """
+
+    action: Literal["start", "forward", "discard", "checkpoint", "memory"]
+    committed: int
+    scalars: tuple[float, ...] | None = None
+    checkpoint: str | None = None
+    transfers: tuple[Move, ...] = ()
+
+
+class Abort(Wire):
+    """Leave every generation below `generation` now, then send `status` with this number."""
+
+    type: Literal["abort"] = "abort"
+    generation: int
+
+
+class PlanOrder(Wire):
+    """Adopt this plan next: roll forward or discard as `resume` says, then send `ready` (or `lowmem`)."""
+
+    type: Literal["plan"] = "plan"
+    generation: int
+    plan: str
+    resume: Resume
+    network: dict[str, Any] | None = None
+
+
+class Go(Wire):
+    """All are ready: form the groups, prove them, run the transfers, compare digests, train on."""
+
+    type: Literal["go"] = "go"
+    generation: int
+
+
+class Prepare(Wire):
+    """Form the groups of the plan on a side thread while training goes on; answer `prepared`.
+
+    A device that the plan leaves out gets this too: it has nothing to form and answers at once.
+    """
+
+    type: Literal["prepare"] = "prepare"
+    generation: int
+    plan: str
+
+
+class Unprepare(Wire):
+    """Forget the generation that was prepared; a newcomer stops receiving and waits for another `receive`."""
+
+    type: Literal["unprepare"] = "unprepare"
+    generation: int
+
+
+class Switch(Wire):
+    """Go over to the prepared generation after the commit of the step in flight; answer `switched`.
+
+    `transfers` are units that devices which train already owe each other (a device that leaves makes some): they run
+    at the boundary, in the new groups. A device that the plan leaves out answers, stops and waits for `exit`.
+    """
+
+    type: Literal["switch"] = "switch"
+    generation: int
+    transfers: tuple[Move, ...] = ()
+
+
+class Feed(Wire):
+    """Stream these units to a newcomer under compute, and each later step's changes to them."""
+
+    type: Literal["feed"] = "feed"
+    generation: int
+    target: str
+    address: tuple[str, int]
+    token: str
+    transfers: tuple[Move, ...]
+
+
+class Unfeed(Wire):
+    """Stop streaming to this newcomer."""
+
+    type: Literal["unfeed"] = "unfeed"
+    target: str
+
+
+class Receive(Wire):
+    """Newcomer: listen for feeds of this plan, answer `listening`."""
+
+    type: Literal["receive"] = "receive"
+    generation: int
+    plan: str
+    token: str
+
+
+class Stop(Wire):
+    """End after the step in flight, save, send `done`, and wait for `exit`."""
+
+    type: Literal["stop"] = "stop"
+
+
+class Exit(Wire):
+    """Leave now with exit code 0."""
+
+    type: Literal["exit"] = "exit"
+
+
+Order = Abort | PlanOrder | Go | Prepare | Unprepare | Switch | Feed | Unfeed | Receive | Stop | Exit
+
+
+_ORDERS: TypeAdapter[Order] = TypeAdapter(Annotated[Order, Field(discriminator="type")])
+_T = TypeVar("_T")
+
+
+def parse_order(text: bytes) -> Order:
+    """The order that the controller sent.
+
+    Raises:
+        RunError: it is none of the orders above; shows the text.
+    """
+    return parsed(_ORDERS, text, "the controller sent")
+
+
+def parsed(adapter: TypeAdapter[_T], text: bytes, who: str) -> _T:
+    """What `text` says.
+
+    Raises:
+        RunError: it says nothing that `adapter` knows; names the sender and shows the text.
+    """
+    try:
+        return adapter.validate_python(json.loads(text))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        reason = f"{where}: {first['msg']}" if where else first["msg"]
+    except ValueError as error:  # not JSON, or not text
+        reason = str(error)
+    raise RunError(f"{who} what is no message of this version ({reason}): {text[:200]!r}.")

@@ -1,0 +1,216 @@
+"""Steps of several devices as threads: they resume where they were, and all devices agree on what a step did."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from runflat.check.casts import lift_forward
+from runflat.check.ranks import run_ranks
+from runflat.parallel.comms import Comms
+from runflat.parallel.grad_sync import GradSync
+from runflat.parallel.optimizer import OptimizerSettings, build_optimizer
+from runflat.parallel.shard import initial_weights, shard_model
+from runflat.parallel.tp_plan import build_meta_model, read_rules
+from runflat.plan.batch import micro_batches
+from runflat.plan.plan import Place
+from runflat.plan.planner import build_plan, live_devices
+from runflat.plan.sync_groups import sync_layout
+from runflat.plan.units import param_ranges
+from runflat.train.checkpoint import Checkpoint, Progress, ShardFile, newest_checkpoint, publish
+from runflat.train.data import Corpus, prepare
+from runflat.train.shards import checkpoint_tensors, load_optimizer_state, write_shard
+from runflat.train.step import Scalars, StepResult, Trainer, apply, backward, barrier
+
+Layout = tuple[int, int, tuple[Place, ...]]
+HURT: Layout = (2, 2, ((1, 0),))
+OTHERS: dict[str, Layout] = {"one device": (1, 1, ()), "whole": (2, 2, ()), "uneven": (3, 1, ((0, 1),))}
+BATCH = 6
+STEPS = 6
+SAVED = 3
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    """Returns some text as sequences of 12 tokens."""
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "text.txt").write_text("".join(f"{n} times {n} is {n * n}. " for n in range(200)), encoding="utf-8")
+    return prepare([str(folder)], cache_dir=folder / "tokens", seq_len=12)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What one device knows at the end: its results, its shard's bits, and the index entry of what it saved."""
+
+    results: tuple[StepResult, ...]
+    scalars: tuple[Scalars, ...]
+    state: dict[str, torch.Tensor]
+    shard: ShardFile | None
+
+
+def model_config() -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=257,
+        hidden_size=24,
+        intermediate_size=40,
+        num_hidden_layers=1,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        head_dim=4,
+    )
+
+
+def train(
+    corpus: Corpus,
+    layout: Layout,
+    run: Path,
+    *,
+    start: Checkpoint | None = None,
+    save_at: int | None = None,
+    steps: int = STEPS,
+    micro_batch: int = 2,
+    before: Callable[[Place, int, Trainer], bool] = lambda *_: False,
+) -> dict[Place, Ended]:
+    """Train from scratch or from `start` up to step `steps`; `before` sees each step and may ask to stop after it."""
+    tp, replicas, dead = layout
+    rules = read_rules(build_meta_model(model_config(), torch.float64), tp)
+    spec = rules.spec
+    plan = build_plan(spec, live_devices(tp, replicas, dead), tp, BATCH, corpus.seq_len)
+    sync = sync_layout(spec, plan, 1 << 12, 8)
+    models = {place: build_meta_model(model_config(), torch.float64) for place in plan.places}
+    settings = OptimizerSettings(lr=1e-2, warmup_steps=2, total_steps=STEPS, clip_norm=0.5)
+    first = start.progress.step if start else 0
+
+    def rank(place: Place, comms: Comms) -> Ended:
+        model, replica = models[place], plan.replica(place[0])
+        held = replica.held(spec.kinds, place[1])
+        source = checkpoint_tensors(start, "weight") if start else initial_weights(model, 0)
+        params = shard_model(model, rules, held, comms.tp, source, torch.float64, torch.device("cpu"))
+        lift_forward(model)
+        optimizer = build_optimizer(spec, params, settings)
+        if start:
+            load_optimizer_state(
+                optimizer, spec, params, {p.name: param_ranges(spec, p, held) for p in spec.params}, start
+            )
+        grad_sync = GradSync(spec, plan, sync, place, comms, params)
+        trainer = Trainer(model, params, grad_sync, comms, optimizer, settings, place[1] == replica.live_slots[0])
+        results: list[StepResult] = []
+        scalars: list[Scalars] = []
+        shard = None
+        for step in range(first, steps):
+            offset = step * BATCH + sum(r.num_sequences for r in plan.replicas if r.replica < place[0])
+            own = torch.from_numpy(corpus.train_sequences(offset, replica.num_sequences))
+            batches = list(own.split(list(micro_batches(len(own), micro_batch))))
+            stop = before(place, step, trainer)
+            loss_sum, tokens = backward(trainer, batches, batches)
+            grad_sync.finish()
+            scalars.append(barrier(trainer, loss_sum, tokens, stop=stop))
+            results.append(apply(optimizer, params, settings, scalars[-1], step))
+            if step + 1 == save_at:
+                shard = write_shard(run, spec, plan, place, save_at, params, optimizer)
+            if scalars[-1].stop:
+                break
+        state = {name: param.detach().clone() for name, param in params.items()}
+        state |= {f"{name} {key}": value for name, p in params.items() for key, value in optimizer.state[p].items()}
+        return Ended(tuple(results), tuple(scalars), state, shard)
+
+    ended = run_ranks(plan, sync, rank)
+    if save_at:
+        shards = [end.shard for _, end in sorted(ended.items()) if end.shard]
+        publish(run, spec, plan, Progress(save_at, save_at, save_at * BATCH, ""), shards)
+    return ended
+
+
+@pytest.fixture(scope="module")
+def whole_run(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[Place, Ended]]:
+    """Returns the folder of a run that saved after step 3 and went on, and its devices' ends."""
+    run = tmp_path_factory.mktemp("run")
+    return run, train(corpus, HURT, run, save_at=SAVED)
+
+
+def losses(ended: dict[Place, Ended]) -> list[float]:
+    """The losses, which all devices must have alike."""
+    every = [[result.loss for result in end.results] for end in ended.values()]
+    assert all(other == every[0] for other in every)
+    return every[0]
+
+
+def resume(corpus: Corpus, layout: Layout, run: Path) -> dict[Place, Ended]:
+    return train(corpus, layout, run, start=newest_checkpoint(run, lambda text: pytest.fail(text)))
+
+
+def test_same_layout_resumes_to_the_bit(corpus: Corpus, whole_run: tuple[Path, dict[Place, Ended]]) -> None:
+    """Catches anything that a checkpoint forgets: a moment, the step of the bias correction or of the schedule."""
+    run, expected = whole_run
+    resumed = resume(corpus, HURT, run)
+    assert losses(resumed) == losses(expected)[SAVED:]
+    for place, end in resumed.items():
+        state = expected[place].state
+        assert end.state.keys() == state.keys()
+        assert all(torch.equal(value, state[name]) for name, value in end.state.items())
+
+
+@pytest.mark.parametrize("layout", OTHERS)
+def test_other_layouts_resume_the_same_run(
+    layout: str, corpus: Corpus, whole_run: tuple[Path, dict[Place, Ended]]
+) -> None:
+    """Catches state that goes to the wrong place under another layout: the losses would leave the run's at once."""
+    run, expected = whole_run
+    found = losses(resume(corpus, OTHERS[layout], run))
+    assert found == pytest.approx(losses(expected)[SAVED:], rel=1e-12, abs=0)
+
+
+def test_a_wrong_start_is_seen(corpus: Corpus, whole_run: tuple[Path, dict[Place, Ended]], tmp_path: Path) -> None:
+    """Catches tests above that pass whatever is loaded: a run that starts afresh must differ."""
+    _, expected = whole_run
+    fresh = losses(train(corpus, HURT, tmp_path, steps=SAVED))
+    assert fresh == losses(expected)[:SAVED]
+    assert fresh != pytest.approx(losses(expected)[SAVED:], rel=1e-6)
+
+
+def test_accumulation_changes_nothing(
+    corpus: Corpus, whole_run: tuple[Path, dict[Place, Ended]], tmp_path: Path
+) -> None:
+    """Catches a mean over micro-batches, or gradients exchanged before the last of them."""
+    _, expected = whole_run
+    for micro_batch in (1, BATCH):
+        found = losses(train(corpus, HURT, tmp_path, micro_batch=micro_batch))
+        assert found == pytest.approx(losses(expected), rel=1e-11, abs=0)
+
+
+def test_all_stop_after_the_step_in_which_one_was_asked(corpus: Corpus, tmp_path: Path) -> None:
+    """Catches devices that stop at different steps, which would leave the others waiting."""
+    ended = train(corpus, HURT, tmp_path, before=lambda place, step, _: place == (1, 1) and step >= 2)
+    assert [len(end.results) for end in ended.values()] == [3, 3, 3]
+    assert all([scalars.stop for scalars in end.scalars] == [0.0, 0.0, 1.0] for end in ended.values())
+
+
+def test_all_skip_a_step_with_a_gradient_that_is_not_finite(corpus: Corpus, tmp_path: Path) -> None:
+    """Catches one device that applies a step which another one skips, and a skipped step that changes anything."""
+
+    def poison(place: Place, step: int, trainer: Trainer) -> bool:
+        name = "model.layers.0.mlp.down_proj.weight"
+        if place == (0, 1) and step == 1:
+            handle = trainer.params[name].register_hook(lambda grad: grad * math.inf)
+            handles.append(handle.remove)
+        elif place == (0, 1) and step == 2:
+            handles.pop()()
+        return False
+
+    handles: list[Callable[[], None]] = []
+    ended = train(corpus, HURT, tmp_path / "poisoned", steps=2, before=poison)
+    for end in ended.values():
+        assert [result.skipped for result in end.results] == [False, True]
+        assert math.isnan(end.results[1].grad_norm)
+        assert math.isfinite(end.results[1].loss)
+    once = train(corpus, HURT, tmp_path / "once", steps=1)
+    for place, end in ended.items():
+        assert all(torch.equal(value, once[place].state[name]) for name, value in end.state.items())
+    handles.clear()
+    after = train(corpus, HURT, tmp_path / "after", steps=3, before=poison)
+    assert handles == []
+    assert all(not end.results[2].skipped and math.isfinite(end.results[2].grad_norm) for end in after.values())
