@@ -12,7 +12,8 @@ import tyro
 from runflat.errors import ConfigError
 from runflat.plan.strategies import BatchRule
 from runflat.sim.config import SimConfig, load_config, parse_candidate
-from runflat.sim.experiment import run_all
+from runflat.sim.experiment import fallen_through, run_all
+from runflat.sim.perf_times import job_times
 from runflat.sim.presets import preset as ready_question
 from runflat.sim.tables import explanation, question, results_table
 
@@ -92,8 +93,11 @@ def simulate_command(
         rule=BatchRule(rule) if rule else None,
     )
     print(question(asked), end="\n\n")
-    results = run_all(asked)
+    times = job_times(asked)
+    results = run_all(asked, times=times)
     print(results_table(results), end="\n\n")
+    for words in fallen_through(asked, times):
+        print(words)
     print(explanation(results))
     out = json_out or (figures / f"{asked.name}.json" if figures else None)
     if out is None:

@@ -153,7 +153,11 @@ class SimConfig(_Frozen):
                 "give either 'failures' (by chance) or 'trace' (a recorded file), not both and not neither"
             )
         for text in self.strategies:
-            parse_candidate(text)
+            try:
+                parse_candidate(text)
+            except ConfigError as error:
+                # Inside pydantic only a ValueError gets the key and the file in front of it.
+                raise ValueError(f"strategies: {error}") from None
         return self
 
     @property
@@ -181,10 +185,16 @@ class SimConfig(_Frozen):
             virtual_stages=job.virtual_stages,
             degrees=job.degrees,
             units=units,
+            memory_limit=job.memory_limit,
         )
 
-    def costs(self, failures_per_s: float) -> Costs:
-        """Seconds of each recovery, and the checkpoint interval for a failure rate of the whole cluster."""
+    def costs(self, failures_per_s: float, step_s: float) -> Costs:
+        """Seconds of each recovery, and the checkpoint interval for a failure rate of the whole cluster.
+
+        Args:
+            failures_per_s: Failures of all devices held.
+            step_s: Seconds of a healthy step.
+        """
         given = self.recovery
         detect = (Category.DETECT, given.detect_s)
         reform = (Category.REFORM, given.reform_s)
@@ -206,11 +216,11 @@ class SimConfig(_Frozen):
                 Strategy.RESTART: ((Category.RESTART, given.restart_s),),
             },
             discard_step=given.discard_step,
-            checkpoint_interval_s=self._interval_s(failures_per_s),
+            checkpoint_interval_s=self._interval_s(failures_per_s, step_s),
             checkpoint_save_s=given.checkpoint_save_s,
         )
 
-    def _interval_s(self, failures_per_s: float) -> float:
+    def _interval_s(self, failures_per_s: float, step_s: float) -> float:
         """Running seconds between saves."""
         given = self.recovery.checkpoint_interval_s
         if given != "optimum":
@@ -218,7 +228,7 @@ class SimConfig(_Frozen):
         if failures_per_s <= 0:
             return math.inf
         # Saves that cost nothing are made after every step.
-        return max(math.sqrt(2 * self.recovery.checkpoint_save_s / failures_per_s), self.job.step_s)
+        return max(math.sqrt(2 * self.recovery.checkpoint_save_s / failures_per_s), step_s)
 
     def failures_per_s(self) -> float:
         """Rate of failures of all devices held; 0 for a recorded trace, whose rate is not known before it is read."""

@@ -15,6 +15,7 @@ from runflat.sim.arrange import Arrangement, Full, Packed, Placed, Seats
 from runflat.sim.config import SimConfig, parse_candidate
 from runflat.sim.engine import Engine
 from runflat.sim.job import JobSim, Series, Totals
+from runflat.sim.perf_times import job_times
 from runflat.sim.placement import Placement
 from runflat.sim.rates import RateTable
 from runflat.sim.times import Times
@@ -28,8 +29,8 @@ GRID = 200
 class LinkTable:
     """Which link of a chain handles a group that lost so many devices, with the words of the links before it."""
 
-    def __init__(self, chain: Chain, config: SimConfig) -> None:
-        self._chain, self._job = chain, config.job
+    def __init__(self, chain: Chain, config: SimConfig, times: Times) -> None:
+        self._chain, self._job, self._times = chain, config.job, times
         self._choices: dict[int, Choice] = {}
 
     def choice(self, lost: int) -> Choice:
@@ -37,14 +38,26 @@ class LinkTable:
         if lost not in self._choices:
             job = self._job
             degree = reduced_degree(job.tp, lost, job.degrees)
-            fits = degree > 0 and job.tp / degree <= job.memory_limit
-            hit = Hit(tp_full=job.tp, degree=degree, num_dead=lost, fits_memory=fits)
+            hit = Hit(tp_full=job.tp, degree=degree, num_dead=lost, fits_memory=self._times.fits(lost))
             self._choices[lost] = choose(self._chain, hit)
         return self._choices[lost]
 
     def __call__(self, lost: int) -> Strategy | None:
         """The link alone."""
         return self.choice(lost).strategy
+
+
+def fallen_through(config: SimConfig, times: Times) -> list[str]:
+    """For each candidate, the links that cannot handle a group which lost one device, with the reason."""
+    lines = []
+    for candidate in config.strategies:
+        choice = LinkTable(parse_candidate(candidate)[0], config, times).choice(1)
+        # A spare may be free or not; that it may run out is no news.
+        words = [word for word in choice.words if not word.startswith(f"{Strategy.SPARE.value}:")]
+        if words:
+            link = choice.strategy.value if choice.strategy else "nothing"
+            lines.append(f"{candidate}: {'; '.join(words)}; so {link} handles it")
+    return lines
 
 
 def build_job(
@@ -55,12 +68,13 @@ def build_job(
     Args:
         config: The question.
         candidate: Chain, as in ``spare,ntp+boost``.
-        times: Step times; default in proportion to work.
+        times: Step times; default as the question says.
         record: Keep the series.
         failures_per_s: Failure rate of the cluster, for the checkpoint interval.
     """
     chain, boost = parse_candidate(candidate)
-    topology, link = config.topology, LinkTable(chain, config)
+    times = times or job_times(config)
+    topology, link = config.topology, LinkTable(chain, config, times)
     placement = Placement(topology, cover=Strategy.SPARE in chain)
     arrangement: Arrangement
     if not {Strategy.NTP, Strategy.DROP} & set(chain):
@@ -80,7 +94,7 @@ def build_job(
         arrangement = (Packed if config.repack else Placed)(seats, num_seats, topology.pp, link)
     limits = config.power.limits() if config.power else None
     table = RateTable(
-        times or config.proportional_times(),
+        times,
         tp_full=topology.tp_full,
         num_sequences=config.job.dp * config.job.local_batch,
         local_batch=config.job.local_batch,
@@ -94,7 +108,7 @@ def build_job(
         placement,
         arrangement,
         table,
-        config.costs(failures_per_s),
+        config.costs(failures_per_s, table.healthy_step_s),
         record=record,
         nominal_w=limits.nominal_w if limits else 0.0,
     )
@@ -216,7 +230,7 @@ class CandidateResult:
 
 def healthy_sequences_per_s(config: SimConfig, times: Times | None = None) -> float:
     """Sequences per second of the healthy job."""
-    line = (times or config.proportional_times()).line(0)
+    line = (times or job_times(config)).line(0)
     assert line is not None
     return config.job.dp * config.job.local_batch / line.at(config.job.local_batch)
 
@@ -267,6 +281,7 @@ def _on_grid(series: Series, grid_s: np.ndarray[tuple[int], np.dtype[np.float64]
 
 def run_all(config: SimConfig, *, times: Times | None = None, record: bool = True) -> list[CandidateResult]:
     """Each candidate of ``config`` on the same failures, seed by seed."""
+    times = times or job_times(config)
     runs: dict[str, list[Totals]] = {candidate: [] for candidate in config.strategies}
     for seed in range(config.first_seed, config.first_seed + config.seeds):
         trace = make_trace(config, seed)

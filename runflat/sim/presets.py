@@ -68,7 +68,9 @@ def _llama3() -> SimConfig:
         name="llama3",
         cluster=ClusterConfig(hardware="h100", domain_size=8, spare_domains=64),
         # 6 x 405e9 parameters x 16.8e6 tokens / (16,384 x 400e12) = 6.2 s.
-        job=JobConfig(tp=8, pp=16, dp=128, local_batch=16, step_s=6.2, attention_heads=128, attention_share=0.15),
+        job=JobConfig(
+            tp=8, pp=16, dp=128, local_batch=16, virtual_stages=7, step_s=6.2, attention_heads=128, attention_share=0.15
+        ),
         failures=FailureSource(components=components),
         recovery=RecoveryConfig(restart_s=600, checkpoint_save_s=2, restart_to_rejoin=True),
         strategies=(

@@ -69,7 +69,7 @@ def replay(
         candidate: Strategy chain.
         events: What happens, by step and phase or by time; kinds that lose no device are passed over.
         num_steps: Steps after which the run ends.
-        times: Step times, such as measured ones; default in proportion to work.
+        times: Step times, such as measured ones; default as the question says.
         parts: Part of a step that is done when an event strikes, by phase.
 
     Raises:

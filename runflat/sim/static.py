@@ -45,7 +45,7 @@ def at_failed_share(
         draws: Placements to average over.
         rng: The only source of chance.
         block: Blast radius: devices that go down together.
-        times: Step times; default in proportion to work.
+        times: Step times; default as the question says.
     """
     topology = config.topology
     num_blocks = topology.num_devices // block
@@ -96,7 +96,7 @@ def spares_needed(config: SimConfig, candidate: str, hit_groups: int, *, times: 
         config: Cluster and job; its number of spare domains is not used.
         candidate: Chain; ``spare`` is put in front of it.
         hit_groups: Domains that lack one device.
-        times: Step times; default in proportion to work.
+        times: Step times; default as the question says.
     """
     chain, _ = parse_candidate(candidate)
     text = candidate if "spare" in {link.value for link in chain} else f"spare,{candidate}"

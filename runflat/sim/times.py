@@ -31,6 +31,9 @@ class Times(Protocol):
     def line(self, lost: int, speed: float = 1.0) -> Line | None:
         """Seconds of a replica whose most hit stage lost ``lost`` devices and runs at ``speed``; None if it cannot."""
 
+    def fits(self, lost: int) -> bool:
+        """Whether the model fits in the memory of the survivors of a group that lost ``lost``."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProportionalTimes:
@@ -53,6 +56,8 @@ class ProportionalTimes:
     """(share of the time, number of units) of each partitioned kind; the rest of the time divides evenly."""
     serial_share: float = 0.0
     """Share of the time that does not shrink with the degree (norms, host)."""
+    memory_limit: float = float("inf")
+    """How many times its healthy share of the model a device can hold."""
 
     def __post_init__(self) -> None:
         """Check the numbers."""
@@ -69,6 +74,11 @@ class ProportionalTimes:
         bubble = self.micro_batch * (self.pp - 1) / self.virtual_stages
         per_sequence_s = self.step_s / (self.local_batch + bubble) * self._slowdown(degree) / speed
         return Line(per_sequence_s * bubble, per_sequence_s)
+
+    def fits(self, lost: int) -> bool:
+        """See :class:`Times`."""
+        degree = reduced_degree(self.tp_full, lost, self.degrees)
+        return degree > 0 and self.tp_full / degree <= self.memory_limit
 
     def _slowdown(self, degree: int) -> float:
         """Time at a degree over time at full degree."""
