@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
-from runflat.plan.strategies import Strategy
+from runflat.plan.strategies import BatchRule, Strategy
 from runflat.sim.config import SimConfig, parse_candidate
 from runflat.sim.experiment import CandidateResult, run_all
+from runflat.sim.spares import SpareNeed, spare_domains_for
 from runflat.sim.sweep import Axis, varied
 from runflat.sim.tables import columns, percent
 
@@ -24,6 +25,16 @@ SHIFTS: tuple[tuple[str, Axis, float], ...] = (
     ("repairs in twice the time", "repair", 2.0),
 )
 """What is changed to see whether the advice would change."""
+
+
+EXPONENTS = (0.25, 1 / 3, 0.65)
+"""Slopes of speed against power that are tried: published ones lie between 0.13 and 0.7."""
+
+HEADROOMS = (1.0, 1.05, 1.1, 1.2, 1.3)
+"""Maximum over nominal power that is tried."""
+
+NO_PAUSE = 0.95
+"""Probability of a draw without a pause for which a capped job's spares are named."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +59,13 @@ class Advice:
     """Restarting, with the spares that the question has."""
     boost_h: float | None
     """Device-hours a month that the power headroom is worth; None without power in the question."""
+    headrooms: tuple[tuple[float, tuple[float, ...]], ...]
+    """(maximum over nominal power, goodput without spares at each of :data:`EXPONENTS`); empty without power."""
     shifts: tuple[tuple[str, str, int], ...]
     """(what was changed, best chain then, its spare domains)."""
+
+    no_pause: SpareNeed | None
+    """Capped: spare domains of the best chain for :data:`NO_PAUSE`."""
 
     @property
     def saved_h(self) -> float:
@@ -82,6 +98,11 @@ class Advice:
             "saved_device_h_per_month": self.saved_h,
             "saved_error_device_h": self.saved_error_h,
             "boost_device_h_per_month": self.boost_h,
+            "headroom": [
+                {"headroom": headroom, "goodput": dict(zip(map(str, EXPONENTS), goodputs, strict=True))}
+                for headroom, goodputs in self.headrooms
+            ],
+            "spare_domains_without_pause": self.no_pause and asdict(self.no_pause),
             "shifts": [{"if": what, "chain": chain, "spare_domains": n} for what, chain, n in self.shifts],
         }
 
@@ -133,13 +154,41 @@ def advise(config: SimConfig) -> Advice:
         plain = best.chain.replace("+boost", "")
         (without,) = run_all(_with_spares(config, best.spare_domains, (plain,)), record=False)
         boost_h = (best.result.goodput.mean - without.goodput.mean) * best.result.num_devices * MONTH_H
+    fewer = config.model_copy(update={"seeds": max(config.seeds // 3, 2)})
     shifts = []
     if config.failures is not None:
-        fewer = config.model_copy(update={"seeds": max(config.seeds // 3, 2)})
         for words, axis, factor in SHIFTS:
             best = _options(varied(fewer, axis, factor), boost=config.power is not None)[0]
             shifts.append((words, best.chain, best.spare_domains))
-    return Advice(best=options[0], options=tuple(options), baseline=baseline, boost_h=boost_h, shifts=tuple(shifts))
+    need = None
+    if config.rule is BatchRule.CAPPED:
+        need = spare_domains_for(config, options[0].chain, NO_PAUSE)
+    return Advice(
+        best=options[0],
+        options=tuple(options),
+        baseline=baseline,
+        boost_h=boost_h,
+        headrooms=_headrooms(fewer, options),
+        shifts=tuple(shifts),
+        no_pause=need,
+    )
+
+
+def _headrooms(config: SimConfig, options: Sequence[Option]) -> tuple[tuple[float, tuple[float, ...]], ...]:
+    """Goodput of the best boosted chain without spares, by headroom and slope of the power curve."""
+    if config.power is None:
+        return ()
+    chain = next(option.chain for option in options if option.chain.startswith("ntp"))
+    found = []
+    for headroom in HEADROOMS:
+        row = []
+        for exponent in EXPONENTS:
+            update = {"curve": f"exponent:{exponent}", "points": (), "max_w": config.power.nominal_w * headroom}
+            trial = config.model_copy(update={"power": config.power.model_copy(update=update)})
+            (result,) = run_all(_with_spares(trial, 0, (chain,)), record=False)
+            row.append(result.goodput.mean)
+        found.append((headroom, tuple(row)))
+    return tuple(found)
 
 
 def advice_text(config: SimConfig, advice: Advice) -> str:
@@ -159,6 +208,11 @@ def advice_text(config: SimConfig, advice: Advice) -> str:
         lines.append("Power: nominal limit equals the maximum, so there is no headroom and boost does nothing.")
     else:
         lines.append(f"Power headroom is worth {advice.boost_h:,.0f} device-hours a month of that.")
+    if advice.no_pause is not None:
+        lines.append(
+            f"Fixed batch: {advice.no_pause.spare_domains} spare domain(s) for {100 * NO_PAUSE:g} % of draws without a "
+            f"pause ({percent(advice.no_pause.without_pause, 0)} % of {config.seeds} had none)."
+        )
     for words, chain, spares in advice.shifts:
         same = chain == best.chain and spares == best.spare_domains
         lines.append(f"With {words}: " + ("the same advice." if same else f"{chain} with {spares} spare domain(s)."))
@@ -173,4 +227,9 @@ def advice_text(config: SimConfig, advice: Advice) -> str:
         ]
         for option in advice.options
     ]
-    return "\n".join([*lines, "", columns(rows)])
+    tables = [columns(rows)]
+    if advice.headrooms:
+        head = ["headroom, no spares", *(f"goodput % at power^{exponent:.2f}" for exponent in EXPONENTS)]
+        body = [[f"{headroom:.2f}x", *(percent(g) for g in goodputs)] for headroom, goodputs in advice.headrooms]
+        tables.append(columns([head, *body]))
+    return "\n".join(lines) + "\n\n" + "\n\n".join(tables)

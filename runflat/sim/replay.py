@@ -77,23 +77,8 @@ def replay(
     """
     config = config.model_copy(update={"repack": False})
     job = build_job(config, candidate, times=times)
-    chain, _ = parse_candidate(candidate)
     topology = config.topology
-    facts = JobFacts(
-        num_replicas=topology.dp,
-        tp_full=topology.tp_full,
-        pp=topology.pp,
-        num_sequences=config.job.dp * config.job.local_batch,
-        rule=config.rule,
-        cap=config.cap,
-        degrees=config.job.degrees,
-    )
     health = Health(tuple(topology.device_id(number) for number in range(topology.num_devices)))
-    placement: dict[Place, str] = {
-        (replica, slot): f"{replica}:{slot}"
-        for replica in range(topology.dp)
-        for slot in range(topology.tp_full * topology.pp)
-    }
     decisions: list[tuple[float, Decision]] = []
     waiting = _due(config, events, parts)
     while waiting:
@@ -104,10 +89,8 @@ def replay(
         due = waiting.pop(index)
         (job.fail if due.failed else job.back)(when[index], due.devices)
         names = [topology.device_id(device) for device in due.devices]
-        failed = health.failed | set(names) if due.failed else health.failed - set(names)
-        health = Health(health.devices, frozenset(failed))
-        previous = decisions[-1][1] if decisions else None
-        decisions.append((job.steps, decide(facts, health, chain, placement=placement, previous=previous)))
+        health = Health(health.devices, health.failed.union(names) if due.failed else health.failed.difference(names))
+        decisions.append((job.steps, _decide(config, candidate, health, decisions[-1][1] if decisions else None)))
     wall_s = job.time_at(num_steps)
     if wall_s == float("inf"):
         raise TraceError(f"after the last event nothing can run, so step {num_steps} is never reached: add a 'return'")
@@ -115,6 +98,26 @@ def replay(
     used = topology.num_job_devices / topology.num_devices
     possible = healthy_sequences_per_s(config, times) * wall_s / used
     return ReplayResult(totals=totals, decisions=tuple(decisions), wall_s=wall_s, goodput=totals.sequences / possible)
+
+
+def _decide(config: SimConfig, candidate: str, health: Health, previous: Decision | None) -> Decision:
+    """The decision that the runtime takes at this health."""
+    topology = config.topology
+    facts = JobFacts(
+        num_replicas=topology.dp,
+        tp_full=topology.tp_full,
+        pp=topology.pp,
+        num_sequences=config.job.dp * config.job.local_batch,
+        rule=config.rule,
+        cap=config.cap,
+        degrees=config.job.degrees,
+    )
+    placement: dict[Place, str] = {
+        (replica, slot): f"{replica}:{slot}"
+        for replica in range(topology.dp)
+        for slot in range(topology.tp_full * topology.pp)
+    }
+    return decide(facts, health, parse_candidate(candidate)[0], placement=placement, previous=previous)
 
 
 def _due(config: SimConfig, events: Sequence[Event], parts: Mapping[str | None, float]) -> list[_Due]:

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2] / "experiments"
 DRAWS = {
     "availability": 500,
     "throughput_loss": 60,
-    "spare_domains": 60,
+    "spare_domains": 200,
     "failed_fraction": 60,
     "blast_radius": 30,
     "llama3_effective_time": 6,
