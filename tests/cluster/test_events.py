@@ -48,7 +48,6 @@ def test_other_notes_of_the_runtime_are_passed_over() -> None:
         ({"event": "kill", "device": "0:0", "step": True}, ["row 2", "'step'", "True"]),
         ({"event": "kill"}, ["row 2", "'device' or 'node'"]),
         ({"event": "kill", "device": "0:0", "node": "a"}, ["row 2", "exactly one"]),
-        ({"event": "kill", "device": "0:0", "step": 1, "time_s": 2}, ["row 2", "not both"]),
         ({"event": "kill", "device": "0:0", "phase": "sync"}, ["row 2", "'phase'", "'step'"]),
         ({"event": "kill", "device": "0:0", "step": 1, "phase": "lunch"}, ["row 2", "lunch", "backward"]),
         ({"event": "kill", "device": "0:0", "time_s": -1}, ["row 2", "'time_s'", "-1"]),

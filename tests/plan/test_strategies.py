@@ -186,3 +186,11 @@ def test_every_sequence_is_given_out_once_and_no_device_works_twice(dead: list[t
         assert len(set(working)) == len(working)
         assert set(working) <= set(health.live)
         assert sorted([*working, *decision.idle]) == sorted(health.live)
+
+
+def test_two_losses_at_once_take_two_different_spares() -> None:
+    """Catches one spare that is seated in two slots."""
+    health, placement = healthy(2, 2, spares=2)
+    job = JobFacts(num_replicas=2, tp_full=2, num_sequences=4)
+    both = decide(job, health.without(["0:1", "1:0"]), FULL, placement=placement)
+    assert (dict(both.devices)[(0, 1)], dict(both.devices)[(1, 0)]) == ("s0", "s1")

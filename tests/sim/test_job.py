@@ -9,7 +9,7 @@ from runflat.cluster.ledger import Category
 from runflat.errors import TraceError
 from runflat.plan.strategies import BatchRule, Strategy
 from runflat.sim.config import ClusterConfig, JobConfig, RecoveryConfig, SimConfig
-from runflat.sim.experiment import build_job, simulate
+from runflat.sim.experiment import build_job, run_all, simulate
 from runflat.sim.replay import replay
 from runflat.traces.generate import Component, FailureSource
 from runflat.traces.trace import DAY_S, build_trace
@@ -76,6 +76,30 @@ def test_a_restarting_job_that_is_hit_restarts_again() -> None:
     rows = [(400.0, math.inf, 5, "x"), (450.0, math.inf, 1, "x")]
     totals = simulate(question, "restart", build_trace(rows, num_devices=12, span_s=DAY_S))
     assert totals.ledger.device_s[Category.RESTART] == pytest.approx(8 * 40 + 4 * 100)
+
+
+def test_a_small_fault_during_a_restart_restarts_again() -> None:
+    """Catches a restart that a fault with a cheaper recovery cuts short."""
+    costs = RecoveryConfig(
+        detect_s=10, reform_s=1, transfer_s=1, restart_s=100, checkpoint_save_s=0, checkpoint_interval_s=1e9
+    )
+    question = config(recovery=costs, job=JobConfig(tp=4, dp=3, local_batch=4, step_s=4))
+    # A whole group goes, which ntp cannot handle; then one device of another, which it could.
+    rows = [*((400.0, math.inf, device, "x") for device in range(4)), (450.0, math.inf, 5, "x")]
+    trace = build_trace(rows, num_devices=12, span_s=DAY_S, incidents=[0, 0, 0, 0, 1])
+    totals = simulate(question, "ntp,restart", trace)
+    assert totals.incidents == {"restart": 1, "ntp": 1}
+    assert totals.ledger.device_s[Category.RESTART] == pytest.approx(8 * 40 + 7 * 100)
+    assert totals.ledger.device_s[Category.REFORM] == 0
+
+
+def test_goodput_counts_spares_and_throughput_does_not() -> None:
+    """Catches spares that look free: with one of nine devices idle goodput is at most 8/9."""
+    held = config(cluster=ClusterConfig(domain_size=4, spare_devices=1), strategies=("spare,ntp",), seeds=1)
+    (result,) = run_all(held)
+    assert result.throughput.mean == pytest.approx(1.0)
+    assert result.goodput.mean == pytest.approx(8 / 9)
+    assert result.ledger.share(Category.IDLE) == pytest.approx(1 / 9)
 
 
 def test_a_capped_job_pauses_and_resumes() -> None:
