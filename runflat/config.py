@@ -192,12 +192,16 @@ class TrainSection(Section):
     """Largest norm of the whole gradient; 0 does not clip."""
     seed: int = Field(default=0, ge=0)
     """Seed of the initial weights."""
+    lift_casts: bool = False
+    """float64 only: skip the model's own roundings to float32 (norms, softmax, loss), for exact comparisons."""
     checkpoint_every: int = Field(default=0, ge=0)
     """Steps between checkpoints; 0 writes one at the end only."""
     eval_every: int = Field(default=0, ge=0)
     """Steps between held-out losses; 0 takes one at the end only."""
     bucket_mb: float = Field(default=25.0, gt=0)
     """Size of a gradient bucket in MiB."""
+    memory_every: int = Field(default=10, ge=0)
+    """Steps between copies of each shard in another device's memory; 0 keeps none."""
     timeout_s: float = Field(default=60.0, gt=0)
     """Longest wait for another device, in seconds."""
 
@@ -222,6 +226,23 @@ class TrainSection(Section):
         return self
 
 
+class DeviceSection(Section):
+    """What is declared of each device: how fast it is (emulated ones), and how much memory it has."""
+
+    rate_tflops: float | None = Field(default=None, gt=0)
+    """Emulated: matrix-product rate of one device at nominal power, in TFLOP/s."""
+    curve: str = "ntp"
+    """Emulated: speed against power, a named curve (ntp, cube, v100-bert, amdahl) or exponent:NUMBER."""
+    power: float = Field(default=1.0, gt=0)
+    """Emulated: power limit relative to nominal; the curve says how fast that is."""
+    domain_link_gbps: float | None = Field(default=None, gt=0)
+    """Emulated: link between the devices of a replica, in Gbit/s; none: tensor-parallel traffic takes no time."""
+    network_gbps: float | None = Field(default=None, gt=0)
+    """Emulated: link between replicas, in Gbit/s, for gradients and moving state; none: it takes no time."""
+    memory_gb: float | None = Field(default=None, gt=0)
+    """Memory of one device in GB that a plan must fit in; none: the free memory that the device reports."""
+
+
 class TrainConfig(Section):
     """Everything that `runflat train` can be told."""
 
@@ -229,10 +250,23 @@ class TrainConfig(Section):
     layout: LayoutSection = LayoutSection()
     data: DataSection = DataSection()
     train: TrainSection = TrainSection()
+    devices: Literal["auto", "emulated"] = "auto"
+    """auto: GPUs where there are any, else this machine's CPU; emulated: the CPU, with declared durations."""
+    device: DeviceSection = DeviceSection()
+    inject: Path | None = None
+    """File of failures to inject (JSON list or lines, the format of events.jsonl)."""
+    on_failure: str = "ntp,drop"
+    """What to do when devices are lost, tried in this order, separated by commas."""
     run: Path | None = None
     """Directory for everything that the run writes; none: a new one under runs/, named by the time."""
     resume: Path | None = None
     """Run directory to go on from, under any layout: its newest complete checkpoint."""
+
+    @model_validator(mode="after")
+    def _emulated_has_a_rate(self) -> TrainConfig:
+        if self.devices == "emulated" and self.device.rate_tflops is None:
+            raise ValueError("devices is emulated, but device.rate_tflops is missing; declare how fast a device is")
+        return self
 
     @model_validator(mode="after")
     def _batch_reaches_all(self) -> TrainConfig:

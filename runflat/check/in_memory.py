@@ -24,10 +24,6 @@ class _Meeting:
         self.done = threading.Event()
         self.error: str | None = None
 
-    def is_completed(self) -> bool:
-        """Whether the collective has run or failed."""
-        return self.done.is_set()
-
     def wait(self, timeout: timedelta) -> bool:
         """Whether the collective has run within `timeout`; RuntimeError when it failed (torch's contract of Work)."""
         finished = self.done.wait(timeout.total_seconds())

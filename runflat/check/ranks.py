@@ -11,6 +11,7 @@ from torch.distributed import HashStore
 
 from runflat.check.in_memory import InMemoryNetwork
 from runflat.parallel.comms import Comms, Network
+from runflat.parallel.sockets import Sockets
 from runflat.plan.plan import Place, Plan
 from runflat.plan.sync_groups import SyncLayout
 
@@ -27,12 +28,16 @@ def run_ranks(
     """Run `work(place, comms)` in one thread per live place of `plan`; the results by place.
 
     The groups are gloo's on the loopback interface, or with `in_memory` without sockets (faster, for many layouts).
+    With gloo nothing else in the process may open connections meanwhile: an error shuts all that are new.
 
     Raises:
         BaseException: the first error of any rank; the others fail on their collectives and are dropped.
     """
     store = HashStore()
     memory = InMemoryNetwork()
+    sockets = Sockets()
+    if not in_memory:
+        sockets.begin(plan.generation)
     results: dict[Place, T] = {}
     errors: list[BaseException] = []
 
@@ -46,9 +51,10 @@ def run_ranks(
             results[place] = work(place, comms)
         except BaseException as error:  # whatever it is, it must reach the caller's thread
             errors.append(error)
+            # gloo tells only some of the peers that a member has gone; so that one error ends all ranks, tell them.
             memory.fail(f"{place[0]}:{place[1]} has failed")
+            sockets.abort(plan.generation)
         finally:
-            # Dropping the groups makes the peers' pending collectives fail, so that one error ends all ranks.
             if comms is not None:
                 comms.close()
 

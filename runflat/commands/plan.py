@@ -4,114 +4,21 @@ from __future__ import annotations
 
 import json
 import math
-from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Annotated, Any, Literal
 
 import tyro
 
+from runflat.commands.plan_report import PlanArgs, as_json, report
 from runflat.errors import ConfigError
-from runflat.plan.cost import Memory, Traffic, device_memory, device_traffic, loads
-from runflat.plan.plan import Place, Plan
-from runflat.plan.planner import build_plan, live_devices
-from runflat.plan.sync_groups import Members, SyncLayout, holders, sync_layout
-from runflat.plan.transfers import Transfer, lost_units, transfers
+from runflat.plan.planner import live_devices
 from runflat.plan.units import ModelSpec, parse_slot
 
 DESCRIPTION = """Say what each device holds, sends and needs, for a model and its dead slots. Nothing is trained.
 
 Example: runflat plan --model llama3-70b --tp 8 --replicas 4 --dead 1:3 --dead 2:0 --dead 2:5
 """
-ELEMENT_BYTES = {"float32": 4, "float64": 8}
-MOVED_COPIES = 3
-"""Values that move with each element: the parameter and two moments."""
 MAX_DEVICES = 65_536
 """Devices that a plan may have; its tables and its JSON grow with them."""
-SEQUENCES_PER_REPLICA = 16
 LONGEST_DEFAULT = 4096
-
-
-@dataclass(frozen=True)
-class PlanArgs:
-    """What to plan."""
-
-    model: str
-    """Directory with a config.json, a transformers model type such as llama or qwen2, or a named shape (tiny, demo,
-    llama3-8b, llama3-70b, llama3-405b, qwen2-7b)."""
-    tp: int = 8
-    """Full tensor-parallel degree: devices per replica when none is dead."""
-    replicas: int = 1
-    """Data-parallel replicas."""
-    dead: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """A dead slot as replica:slot, both counted from 0, such as 1:3."""
-    sequences: int | None = None
-    """Sequences per step over all replicas; None: 16 for each replica."""
-    seq_len: int | None = None
-    """Tokens per sequence; None: 4096, or what the model allows if that is less."""
-    micro_batch: int = 1
-    """Most sequences that a replica computes at once."""
-    bucket_mb: float = 25.0
-    """Size of a gradient bucket in MiB."""
-    dtype: Literal["float32", "float64"] = "float32"
-    """Type of weights, gradients and optimizer state."""
-    json: bool = False
-    """Print one JSON object instead of tables."""
-
-
-@dataclass(frozen=True)
-class DeviceReport:
-    """One device: FLOPs of one sequence and of one step, bytes that it needs, what it launches and sends per step."""
-
-    device: str
-    place: Place
-    flops_per_sequence: int
-    flops_per_step: int
-    memory: Memory
-    traffic: Traffic
-    num_communicators: int
-
-
-@dataclass(frozen=True)
-class GroupReport:
-    """One sync group: its members, the units that exactly these hold, and how their gradients are summed.
-
-    `by` is all_reduce (a communicator of its own), exchange (in the all-to-all that small groups share), or nothing
-    (one member).
-    """
-
-    members: Members
-    units: Mapping[str, tuple[int, ...]]
-    num_bytes: int
-    by: Literal["all_reduce", "exchange", "nothing"]
-
-
-@dataclass(frozen=True)
-class Report:
-    """All that `runflat plan` knows of a layout. `moves` is None where units are lost, which nobody can send."""
-
-    args: PlanArgs
-    spec: ModelSpec
-    seq_len: int
-    plan: Plan
-    layout: SyncLayout
-    devices: tuple[DeviceReport, ...]
-    groups: tuple[GroupReport, ...]
-    moves: tuple[Transfer, ...] | None
-    lost: Mapping[str, tuple[int, ...]]
-
-    @property
-    def element_bytes(self) -> int:
-        """Bytes of one element of a parameter."""
-        return ELEMENT_BYTES[self.args.dtype]
-
-    @property
-    def by_replica(self) -> Mapping[int, tuple[DeviceReport, ...]]:
-        """The devices of each replica of the plan, by slot."""
-        found: dict[int, list[DeviceReport]] = defaultdict(list)
-        for device in self.devices:
-            found[device.place[0]].append(device)
-        return {replica: tuple(devices) for replica, devices in found.items()}
 
 
 def main(argv: list[str]) -> int:
@@ -165,127 +72,3 @@ def _read_model(args: PlanArgs) -> tuple[ModelSpec, int]:
     config = model_config(args.model)
     model = build_meta_model(config, getattr(torch, args.dtype))
     return read_rules(model, args.tp).spec, int(getattr(config, "max_position_embeddings", None) or LONGEST_DEFAULT)
-
-
-def report(args: PlanArgs, spec: ModelSpec, seq_len: int, live: Mapping[Place, str]) -> Report:
-    """Plan the `live` devices, compare with the plan of the same layout without dead slots, and count everything.
-
-    Raises:
-        PlanError: the degree is above the number of units of some kind.
-    """
-    sequences = args.sequences or SEQUENCES_PER_REPLICA * args.replicas
-    healthy = build_plan(spec, live_devices(args.tp, args.replicas, ()), args.tp, sequences, seq_len)
-    plan = build_plan(spec, live, args.tp, sequences, seq_len, healthy, generation=1) if args.dead else healthy
-    element_bytes = ELEMENT_BYTES[args.dtype]
-    layout = sync_layout(spec, plan, max(1, int(args.bucket_mb * 2**20)), element_bytes)
-    devices = []
-    for replica in plan.replicas:
-        for slot, flops in loads(spec, replica, seq_len).items():
-            place = (replica.replica, slot)
-            devices.append(
-                DeviceReport(
-                    device=plan.device(place),
-                    place=place,
-                    flops_per_sequence=flops,
-                    flops_per_step=flops * replica.num_sequences,
-                    memory=device_memory(spec, replica, slot, seq_len, args.micro_batch, element_bytes),
-                    traffic=device_traffic(spec, plan, layout, place, seq_len, args.micro_batch, element_bytes),
-                    num_communicators=layout.communicators(place),
-                )
-            )
-    lost = lost_units(spec, healthy, plan)
-    moves = None if lost else transfers(spec, healthy, plan, MOVED_COPIES * element_bytes)
-    groups = _groups(spec, plan, layout, element_bytes)
-    return Report(args, spec, seq_len, plan, layout, tuple(devices), groups, moves, lost)
-
-
-def _groups(spec: ModelSpec, plan: Plan, layout: SyncLayout, element_bytes: int) -> tuple[GroupReport, ...]:
-    units: dict[Members, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for kind, by_unit in holders(spec, plan).items():
-        for unit, members in sorted(by_unit.items()):
-            units[members][kind].append(unit)
-    own = set(layout.groups)
-    found = []
-    for members in sorted(units):
-        held = {kind: tuple(listed) for kind, listed in units[members].items()}
-        numel = sum(spec.kind(kind).size_of(listed) * spec.rows_by_kind[kind] for kind, listed in held.items())
-        shared: Literal["all_reduce", "exchange"] = "all_reduce" if members in own else "exchange"
-        found.append(GroupReport(members, held, numel * element_bytes, shared if len(members) > 1 else "nothing"))
-    return tuple(found)
-
-
-def as_json(found: Report) -> dict[str, Any]:
-    """The report for programs; docs/plan.md says what each key means."""
-    spec, plan, args = found.spec, found.plan, found.args
-    kinds = [
-        {"name": kind.name, "num_units": kind.num_units, "unit_size": kind.unit_size, "size": kind.size}
-        for kind in spec.kinds
-    ]
-    return {
-        "model": {"name": spec.name, "num_params": spec.num_params, "num_layers": spec.num_layers, "kinds": kinds},
-        "layout": {
-            "tp": args.tp,
-            "replicas": args.replicas,
-            "dead": ["{}:{}".format(*place) for place in sorted(set(map(parse_slot, args.dead)))],
-            "num_devices": len(plan.places),
-            "sequences": plan.num_sequences,
-            "seq_len": found.seq_len,
-            "micro_batch": args.micro_batch,
-            "bucket_mb": args.bucket_mb,
-            "dtype": args.dtype,
-        },
-        "plan": json.loads(plan.to_json()),
-        "replicas": _replicas_json(found),
-        "devices": [_device_json(found, device) for device in found.devices],
-        "transfers": {
-            "bytes": None if found.moves is None else sum(move.num_bytes for move in found.moves),
-            "moves": None if found.moves is None else [asdict(move) for move in found.moves],
-            "lost_units": found.lost,
-        },
-        "sync_groups": [
-            {
-                "members": [plan.device(place) for place in group.members],
-                "units": group.units,
-                "bytes": group.num_bytes,
-                "by": group.by,
-            }
-            for group in found.groups
-        ],
-        "replicated": {
-            "num_params": len(found.layout.replicated),
-            "bytes": found.layout.replicated_numel * found.element_bytes,
-        },
-    }
-
-
-def _replicas_json(found: Report) -> list[dict[str, Any]]:
-    slowest = max(device.flops_per_step for device in found.devices)
-    rows = []
-    for number, devices in found.by_replica.items():
-        flops = [device.flops_per_sequence for device in devices]
-        replica = found.plan.replica(number)
-        rows.append(
-            {
-                "replica": number,
-                "tp": replica.tp,
-                "num_sequences": replica.num_sequences,
-                "load_max_over_mean": max(flops) * len(flops) / sum(flops),
-                "step_time": max(device.flops_per_step for device in devices) / slowest,
-            }
-        )
-    return rows
-
-
-def _device_json(found: Report, device: DeviceReport) -> dict[str, Any]:
-    held = found.plan.replica(device.place[0]).held(found.spec.kinds, device.place[1])
-    return {
-        "device": device.device,
-        "replica": device.place[0],
-        "slot": device.place[1],
-        "num_units": {kind: len(units) for kind, units in held.items()},
-        "flops_per_sequence": device.flops_per_sequence,
-        "flops_per_step": device.flops_per_step,
-        "memory": {**asdict(device.memory), "total_bytes": device.memory.total_bytes},
-        "traffic": {**asdict(device.traffic), "total_bytes": device.traffic.total_bytes},
-        "num_communicators": device.num_communicators,
-    }

@@ -10,7 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from runflat.commands.plan import MOVED_COPIES, DeviceReport, GroupReport, Report
+from runflat.commands.plan_report import MOVED_COPIES, DeviceReport, GroupReport, Report
 from runflat.plan.assignment import base_assignment
 from runflat.plan.plan import Place, ReplicaPlan
 from runflat.plan.sync_groups import MAX_COMMUNICATORS
@@ -127,8 +127,8 @@ def _head(found: Report) -> list[str]:
     gone = sorted(set(range(args.replicas)) - {replica.replica for replica in plan.replicas})
     if gone:
         lines.append(
-            f"replicas {number_list(gone)} leave the plan: so few of their slots live that the step is shorter when "
-            "the others do their sequences."
+            f"replica{'s' if len(gone) > 1 else ''} {number_list(gone)} left out: with so few live slots, the step is "
+            "shorter when the others do all sequences."
         )
     return [*lines, ""]
 

@@ -1,4 +1,4 @@
-"""What workers say to the controller: JSON objects, checked on arrival, never pickled. The words are those of `orders`."""
+"""What workers say to the controller: JSON objects, checked on arrival; the words are those of `orders`."""
 
 from __future__ import annotations
 

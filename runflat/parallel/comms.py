@@ -65,7 +65,8 @@ class Network:
     """How groups connect: `interface_address` to listen on, `timeout_s` after which a collective counts as lost.
 
     `form_timeout_s` bounds the forming of one group; `backend`, called with (group name, rank, size), stands in for
-    gloo and NCCL (a fake network, in tests); `interrupt` ends waits from another thread.
+    gloo and NCCL (a fake network, in tests); `interrupt` ends waits from another thread; `waiting` is told what a
+    thread waits for once that takes longer than a slice, and None when it is over.
     """
 
     interface_address: str = "127.0.0.1"
@@ -74,6 +75,7 @@ class Network:
     recorder: Recorder | None = None
     backend: Callable[[str, int, int], Any] | None = None
     interrupt: Interrupt = field(default_factory=Interrupt)
+    waiting: Callable[[str | None], None] = lambda what: None
 
 
 class Group:
@@ -88,7 +90,7 @@ class Group:
         name: str,
         members: Members,
         place: Place,
-        store: Store,
+        store: Store | None,
         network: Network,
         cuda: bool = False,
     ):
@@ -105,6 +107,7 @@ class Group:
             if network.backend is not None:
                 self._backend = network.backend(self.name, self.rank, self.size)
             else:
+                assert store is not None
                 self._backend = _backend(PrefixStore(self.name, store), self.rank, self.size, network, cuda)
 
     def all_reduce(self, tensor: torch.Tensor, op: Op = "sum") -> None:
@@ -184,6 +187,7 @@ def wait_all(works: Sequence[Any], generation: int, network: Network, what: str,
         AbortedError: the generation was left meanwhile.
     """
     deadline = time.monotonic() + network.timeout_s
+    told = False
     for work in works:
         while work is not None:
             network.interrupt.check(generation)
@@ -200,8 +204,13 @@ def wait_all(works: Sequence[Any], generation: int, network: Network, what: str,
                     _finished(work, generation, network, what)
                     break
                 late = error
+            if not told:
+                network.waiting(what)
+                told = True
             if time.monotonic() > deadline:
                 raise CommsError(f"collective on '{what}' did not finish within {network.timeout_s:.0f} s.") from late
+    if told:
+        network.waiting(None)
 
 
 def _finished(work: Any, generation: int, network: Network, what: str) -> None:

@@ -103,10 +103,10 @@ def safetensors_weights(folder: Path) -> WeightSource:
 
 
 def read_slices(lazy: Any, param: ParamSpec, ranges: tuple[Range, ...]) -> torch.Tensor:
-    """The `ranges` of a lazily opened safetensors slice along the parameter's partitioned dim."""
+    """The `ranges` of a lazily opened safetensors slice along the parameter's partitioned dim, in memory of their own."""
     if param.dim is None:
         whole: torch.Tensor = lazy[:]
-        return whole
+        return whole.clone()  # the slice is a view of the mapped file
     if param.dim == 0:
         return torch.cat([lazy[start:stop] for start, stop in ranges], dim=0)
     return torch.cat([lazy[:, start:stop] for start, stop in ranges], dim=1)

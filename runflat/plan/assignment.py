@@ -66,9 +66,10 @@ def _capacities(num_units: int, base_loads: Mapping[int, int], kept: Mapping[int
     floor, extra = divmod(num_units, len(base_loads))
     wish = {slot: base_loads[slot] + len(kept[slot]) for slot in base_loads}
 
-    def rank(slot: int) -> tuple[bool, bool, int, int]:
-        # First the slots whose own base needs the extra unit, then those that keep one more orphan with it.
-        return (base_loads[slot] <= floor, wish[slot] <= floor, base_loads[slot], slot)
+    def rank(slot: int) -> tuple[bool, int, int]:
+        # First the slots that need the extra unit for their own base or for an orphan that they have. Where a base
+        # needs it, the mean is so low that there are extra units for all of these.
+        return (wish[slot] <= floor, base_loads[slot], slot)
 
     larger = set(sorted(base_loads, key=rank)[:extra])
     return {slot: floor + (slot in larger) for slot in base_loads}

@@ -96,8 +96,8 @@ def backward(trainer: Trainer, batches: Sequence[torch.Tensor], labels: Sequence
 def barrier(trainer: Trainer, loss_sum: float, tokens: int, stop: bool = False, switch: bool = False) -> Scalars:
     """The step's one small all-reduce, which is also the barrier.
 
-    Whoever has its result knows that every device entered it with final gradients. The ones must add up to the number of
-    devices before anything changes state.
+    Whoever has its result knows that every device entered it with final gradients. The ones must add up to the number
+    of devices before anything changes state.
 
     Raises:
         CommsError: a device was lost, or somebody else's numbers came in.

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from runflat.check.casts import lift_forward
+from runflat.parallel.casts import lift_forward
 from runflat.check.ranks import run_ranks
 from runflat.parallel.comms import Comms
 from runflat.parallel.grad_sync import GradSync

@@ -1,0 +1,130 @@
+"""Forming a generation's groups on a thread of its own, so that the training thread can leave at any moment."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import TCPStore
+
+from runflat.errors import RunError
+from runflat.parallel.comms import Comms, CommsError, Network
+from runflat.parallel.sockets import Sockets
+from runflat.plan.plan import Place, Plan
+from runflat.plan.sync_groups import SyncLayout
+
+Address = tuple[str, int]
+
+
+class Formation:
+    """The groups of one plan, being formed. `wait` gives them; `abandon` gives up on them."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        layout: SyncLayout,
+        place: Place,
+        network: Network,
+        sockets: Sockets,
+        store: Address,
+        cuda: bool,
+    ):
+        """Begin at once."""
+        self.plan = plan
+        self.seconds = 0.0
+        self._network = network
+        self._sockets = sockets
+        self._comms: Comms | None = None
+        self._error: RunError | None = None
+        self._abandoned = False
+        self._finished = False
+        self._make: Callable[[], Comms] = lambda: self._form(layout, place, store, cuda)
+        threading.Thread(target=self._run, name=f"form-{plan.generation}", daemon=True).start()
+
+    def _run(self) -> None:
+        started = time.monotonic()
+        generation = self.plan.generation
+        comms: Comms | None = None
+        error: RunError | None = None
+        try:
+            with self._sockets.forming:
+                self._sockets.begin(generation)
+                try:
+                    comms = self._make()
+                finally:
+                    self._sockets.end(generation)
+        except RunError as problem:
+            error = problem
+        except (RuntimeError, OSError) as problem:  # torch's store and gloo raise plain errors
+            error = CommsError(f"the groups of generation {generation} did not form: {problem}")
+        self.seconds = time.monotonic() - started
+        with self._network.interrupt.changed:
+            self._comms, self._error, self._finished = comms, error, True
+            abandoned = self._abandoned
+            self._network.interrupt.changed.notify_all()
+        if abandoned and comms is not None:
+            self._sockets.abort(generation)
+            comms.close()
+
+    def _form(self, layout: SyncLayout, place: Place, store: Address, cuda: bool) -> Comms:
+        """Form all groups and prove them by one all-reduce over the world."""
+        timeout = timedelta(seconds=self._network.form_timeout_s)
+        # A store client of its own: shutting its socket ends a wait for a member that will never come.
+        client = TCPStore(store[0], store[1], is_master=False, timeout=timeout)
+        comms = Comms(client, self.plan, layout, place, self._network, cuda)
+        ones = torch.ones(1, device="cuda" if cuda else "cpu")
+        comms.world.all_reduce(ones)
+        if int(ones) != comms.world.size:
+            raise CommsError(f"the first all-reduce of generation {self.plan.generation} counted {int(ones)} devices.")
+        return comms
+
+    @property
+    def finished(self) -> bool:
+        """Whether the groups are there, or failed to form."""
+        return self._finished
+
+    def wait(self) -> Comms:
+        """The groups.
+
+        Raises:
+            AbortedError: the generation was left meanwhile.
+            CommsError: they did not form.
+        """
+        interrupt = self._network.interrupt
+        with interrupt.changed:
+            while not self._finished:
+                interrupt.check(self.plan.generation)
+                interrupt.changed.wait(self._network.form_timeout_s)
+        if self._error is not None:
+            interrupt.check(self.plan.generation)
+            raise self._error
+        assert self._comms is not None
+        return self._comms
+
+    def abandon(self) -> None:
+        """Give up: what has formed is dropped, what is forming ends as soon as its sockets are shut."""
+        with self._network.interrupt.changed:
+            self._abandoned = True
+            comms = self._comms
+        self._sockets.abort(self.plan.generation)
+        if comms is not None:
+            bury([comms.close])
+
+
+def bury(last_calls: list[Callable[[], Any]], kept: list[Any] | None = None) -> None:
+    """Run `last_calls` on a side thread and keep `kept` alive until then.
+
+    gloo's destructor may block on a collective that never ends, and a stuck collective may still write to its buffer.
+    """
+
+    def finish() -> None:
+        for call in last_calls:
+            call()
+        if kept is not None:
+            kept.clear()
+
+    threading.Thread(target=finish, name="bury", daemon=True).start()

@@ -1,0 +1,212 @@
+"""What becomes of a device that ends, fails, comes back, or is asked to do one of these. Parts of `decide`."""
+
+from __future__ import annotations
+
+import signal
+
+from runflat.cluster.events import Event, EventKind
+from runflat.elastic import growth as changes
+from runflat.elastic.actions import Asked, Kill, Note, Reply, Start, Turn
+from runflat.elastic.messages import Failed, SelfTested
+from runflat.elastic.orders import Exit
+from runflat.elastic.recovery import fail, replan
+from runflat.elastic.state import LIVE, PRESENT, Device, GrowthStage, Stage, Standing, State
+
+
+def kill(turn: Turn, name: str, cause: str, fault_at: float | None = None) -> None:
+    """Kill a device's process; it counts as lost when its end is confirmed, or overdue."""
+    device = turn.state.devices[name]
+    if device.killed_at is None:
+        turn.device(name, killed_at=turn.now, cause=cause, fault_at=turn.now if fault_at is None else fault_at)
+        turn.do(Kill(name))
+        growth = turn.state.growth
+        if growth is not None and growth.stage is not GrowthStage.SWITCH and name in growth.joining:
+            changes.cancel(turn, f"{name}: {cause}", (name,))
+
+
+def lose(turn: Turn, name: str, cause: str, *, gone: bool) -> None:
+    """The device is lost: `gone` says that its process has certainly ended."""
+    state, now = turn.state, turn.now
+    device = state.devices[name]
+    failures = device.failures + 1
+    out = failures >= state.limits.max_losses
+    stays = out or device.by_word or not state.limits.auto_return or state.stop_asked
+    turn.device(
+        name,
+        standing=Standing.OUT if out else Standing.LOST,
+        failures=failures,
+        restart_at=None if stays else now + state.limits.back_off_s * 2 ** (failures - 1),
+        present=not gone,
+        killed_at=None,
+        holds=-1,
+        cause=cause,
+    )
+    generation = state.plan.generation if state.plan else None
+    detail = f"step {state.committed}"
+    turn.do(
+        Note(Event(event=EventKind.FAIL, device=name, time_s=now, cause=cause, generation=generation, detail=detail))
+    )
+    turn.say(f"{name} lost at step {state.committed}: {cause}" + (" (it stays out: failed too often)" if out else ""))
+    if device.standing in LIVE:
+        fault_at = device.fault_at
+        if fault_at is None:
+            fault_at = state.suspicion.since if state.suspicion else now
+        fail(turn, (name,), cause, min(fault_at, now))
+    elif state.stage is Stage.START:
+        check_started(turn)
+    elif state.growth is not None and name in state.growth.joining:
+        changes.cancel(turn, f"{name}: {cause}", (name,))
+
+
+def on_exit(turn: Turn, name: str, code: int | None) -> None:
+    """A process has ended, and all that it sent has been heard."""
+    device = turn.state.devices[name]
+    turn.device(name, present=False)
+    if device.standing not in PRESENT:
+        return
+    if name in turn.state.done and code == 0:
+        turn.device(name, standing=Standing.PARKED, holds=-1)
+        return
+    lose(turn, name, device.cause or _words(code), gone=True)
+
+
+def _words(code: int | None) -> str:
+    if code is None:
+        return "its process is gone"
+    if code >= 0:
+        return f"its process ended with code {code}"
+    known = {int(number): number.name for number in signal.Signals}
+    return f"killed by signal {-code} ({known.get(-code, 'unknown')})"
+
+
+def on_failed(turn: Turn, name: str, message: Failed) -> None:
+    """A worker ends by an error. One of a member would come again on the next device, so the job stops with it."""
+    state = turn.state
+    member = state.devices[name].standing in LIVE or state.stage is Stage.START
+    if message.cause == "comms" or not member:
+        turn.device(name, cause=message.text)
+    elif message.cause == "user":
+        turn.finish(message.text, user_error=message.class_name)
+    else:
+        turn.finish(f"worker {name} failed: {message.text}", traceback=f"worker {name}\n{message.traceback}")
+
+
+def initial(state: State) -> list[Device]:
+    """Devices that the run starts with and whose word is awaited."""
+    return [
+        device
+        for device in state.devices.values()
+        if device.standing is Standing.STARTING and device.incarnation == 0 and device.name not in state.planner.spares
+    ]
+
+
+def check_started(turn: Turn) -> None:
+    """Make the first plan when every process that still starts is up."""
+    state = turn.state
+    starting = initial(state)
+    if state.stage is not Stage.START or not all(device.hello for device in starting):
+        return
+    if any(device.killed_at is not None for device in starting):
+        return
+    for device in starting:
+        turn.device(device.name, standing=Standing.ACTIVE)
+    replan(turn)
+
+
+def on_hello(turn: Turn, name: str) -> None:
+    """A process is up."""
+    turn.device(name, hello=True)
+    check_started(turn)
+
+
+def on_selftested(turn: Turn, name: str, message: SelfTested) -> None:
+    """A newcomer has tested itself."""
+    if turn.state.devices[name].standing is not Standing.STARTING:
+        return
+    if not message.ok:
+        kill(turn, name, f"self-test failed: {message.text}")
+    elif turn.state.devices[name] not in initial(turn.state) or turn.state.stage is not Stage.START:
+        turn.device(name, standing=Standing.STANDBY)
+        turn.do(Note(Event(event=EventKind.RETURN, device=name, time_s=turn.now)))
+        turn.say(f"{name} is back: tested, waits to join")
+
+
+def start(turn: Turn, name: str) -> None:
+    """Start a device's process again, and with it those of a replica that can work again now."""
+    for device in (name, *_companions(turn.state, name)):
+        old = turn.state.devices[device]
+        fresh = Device(
+            name=device,
+            standing=Standing.STARTING,
+            since=turn.now,
+            incarnation=old.incarnation + 1,
+            heard=turn.now,
+            since_when=turn.now,
+            failures=old.failures,
+        )
+        turn.set(devices={**turn.state.devices, device: fresh})
+        turn.do(Start(device, fresh.incarnation))
+        turn.say(f"{device} starts")
+
+
+def _companions(state: State, name: str) -> tuple[str, ...]:
+    """Parked devices of replicas that left, which would have work if `name` were there."""
+    surplus = {d.name for d in state.devices.values() if d.standing is Standing.PARKED and d.surplus}
+    if not surplus:
+        return ()
+    fit = {*state.live(), *state.standing(Standing.STANDBY, Standing.STARTING), *surplus, name}
+    decision = state.planner.decide(fit, state.decision, state.too_low)
+    return tuple(device for _, device in decision.devices if device in surplus and device != name)
+
+
+def on_asked(turn: Turn, asked: Asked) -> None:
+    """A person or a script wants something of a device; the answer says what becomes of it."""
+    device = turn.state.devices.get(asked.device)
+    if device is None:
+        known = ", ".join(turn.state.devices)
+        turn.do(Reply(asked.request, False, f"there is no device {asked.device}: the devices are {known}"))
+    elif asked.action == "kill":
+        _asked_kill(turn, asked, device)
+    elif asked.action == "drain":
+        _asked_drain(turn, asked, device)
+    else:
+        _asked_return(turn, asked, device)
+
+
+def _asked_kill(turn: Turn, asked: Asked, device: Device) -> None:
+    if device.standing not in PRESENT:
+        turn.do(Reply(asked.request, False, f"{device.name} is {device.standing.value}: there is nothing to kill"))
+        return
+    turn.device(device.name, by_word=True)
+    turn.do(Reply(asked.request, True, f"{device.name} is killed; it stays away until it is asked to return"))
+    kill(turn, device.name, "killed on request")
+
+
+def _asked_drain(turn: Turn, asked: Asked, device: Device) -> None:
+    name = device.name
+    if device.standing in (Standing.STANDBY, Standing.STARTING) and turn.state.stage is not Stage.START:
+        growth = turn.state.growth
+        if growth is not None and name in growth.joining:
+            changes.cancel(turn, f"{name} is asked to leave", (name,))
+        turn.send((name,), Exit())
+        turn.device(name, standing=Standing.PARKED, by_word=True, surplus=False)
+        turn.do(Reply(asked.request, True, f"{name} leaves; it had no work"))
+    elif device.standing not in LIVE:
+        turn.do(Reply(asked.request, False, f"{name} is {device.standing.value}: it cannot be drained"))
+    elif turn.state.stage is Stage.RUN and (problem := changes.why_not_leave(turn.state, name)):
+        turn.do(Reply(asked.request, False, f"{name} stays: {problem}"))
+    else:
+        turn.device(name, standing=Standing.DRAINING, by_word=True, surplus=False)
+        turn.do(Note(Event(event=EventKind.DRAIN, device=name, time_s=turn.now)))
+        turn.do(Reply(asked.request, True, f"{name} leaves at the next step boundary"))
+
+
+def _asked_return(turn: Turn, asked: Asked, device: Device) -> None:
+    if turn.state.stop_asked:
+        turn.do(Reply(asked.request, False, "the run is ending"))
+    elif device.standing not in (Standing.LOST, Standing.OUT, Standing.PARKED):
+        turn.do(Reply(asked.request, False, f"{device.name} is {device.standing.value}: it is there already"))
+    else:
+        turn.device(device.name, failures=0)
+        turn.do(Reply(asked.request, True, f"{device.name} starts and joins when it is tested"))
+        start(turn, device.name)

@@ -1,0 +1,159 @@
+"""From health to the next plan and the moves that it takes: the facts of one job, behind which the planner stands."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from runflat.cluster.health import Health
+from runflat.elastic.messages import MemoryCopy
+from runflat.elastic.orders import Move
+from runflat.errors import PlanError
+from runflat.plan.assignment import assign
+from runflat.plan.cost import loads
+from runflat.plan.plan import Place, Plan, ReplicaPlan
+from runflat.plan.planner import build_plan
+from runflat.plan.strategies import Chain, Decision, JobFacts, Strategy, decide
+from runflat.plan.units import ModelSpec, unit_bytes
+
+Units = Mapping[str, frozenset[int]]
+"""Units per kind."""
+
+
+@dataclass(frozen=True)
+class Moves:
+    """What must move for a plan, and the units (`kind unit`) that nobody has."""
+
+    transfers: tuple[Move, ...]
+    lost: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Planner:
+    """What a job is, and what its devices are called; makes decisions, plans and lists of moves."""
+
+    spec: ModelSpec
+    job: JobFacts
+    placement: tuple[tuple[Place, str], ...]
+    """Device of each place in health."""
+    seq_len: int
+    bytes_per_element: int
+    """All that moves per parameter element: weight and moments."""
+    chain: Chain = (Strategy.NTP, Strategy.DROP)
+    spares: tuple[str, ...] = ()
+    memory_copies: bool = True
+    """Whether workers keep copies in memory."""
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """All devices that the job holds."""
+        return (*(device for _, device in self.placement), *self.spares)
+
+    def decide(self, live: Collection[str], previous: Decision | None, too_low: int = 0) -> Decision:
+        """Who works on what when exactly `live` can work; no degree up to `too_low` fits in memory."""
+        health = Health(self.devices, frozenset(self.devices) - frozenset(live))
+        return decide(
+            self.job,
+            health,
+            self.chain,
+            placement=dict(self.placement),
+            seconds=self._seconds,
+            fits_memory=lambda degree: degree > too_low,
+            previous=previous,
+        )
+
+    def _seconds(self, replica: int, dead: tuple[int, ...]) -> float:
+        """FLOPs of one sequence on the most loaded device: replicas share the batch by it."""
+        tp = self.job.tp_full
+        slots = tuple(None if slot in dead else "" for slot in range(tp))
+        kinds = self.spec.assigned_kinds
+        dealt = tuple((kind.name, assign(kind.num_units, tp, dead)) for kind in kinds)
+        return float(max(loads(self.spec, ReplicaPlan(replica, slots, dealt, 0), self.seq_len).values()))
+
+    def plan(self, decision: Decision, generation: int, previous: Plan | None) -> Plan:
+        """The plan that carries out `decision`, moving little from `previous`."""
+        devices = dict(decision.devices)
+        batch = sum(share for _, share in decision.shares)
+        plan = build_plan(self.spec, devices, self.job.tp_full, batch, self.seq_len, previous, generation)
+        shares = dict(decision.shares)
+        replicas = tuple(replace(replica, num_sequences=shares[replica.replica]) for replica in plan.replicas)
+        if len(replicas) != len(shares):
+            raise PlanError(
+                f"a batch of {batch} sequences leaves one of the {len(shares)} replicas without any: raise the batch."
+            )
+        return replace(plan, replicas=replicas)
+
+    def held(self, plan: Plan, device: str) -> Units:
+        """Units that `device` holds under `plan`; none when it is not part of it."""
+        place = plan.place(device)
+        if place is None:
+            return {}
+        units = plan.replica(place[0]).held(self.spec.kinds, place[1])
+        return {kind: frozenset(numbers) for kind, numbers in units.items()}
+
+    def moves(self, holdings: Mapping[str, Plan], plan: Plan) -> Moves:
+        """What each device of `plan` lacks, from devices of `plan` that have it.
+
+        Args:
+            holdings: per device the plan whose units it has now; a device that is missing has nothing.
+            plan: the plan to be taken up.
+        """
+        return self._moves({device: self.held(old, device) for device, old in holdings.items()}, plan)
+
+    def moves_from_copies(
+        self, copies: Mapping[str, Sequence[MemoryCopy]], step: int, plans: Mapping[int, Plan], plan: Plan
+    ) -> Moves:
+        """Like `moves`, out of the copies in memory of step `step` that each device has."""
+        have: dict[str, Units] = {}
+        for device, entries in copies.items():
+            found: dict[str, frozenset[int]] = {}
+            for copy in entries:
+                if copy.step == step and copy.generation in plans:
+                    for kind, units in self.held(plans[copy.generation], copy.device).items():
+                        found[kind] = found.get(kind, frozenset()) | units
+            have[device] = found
+        return self._moves(have, plan)
+
+    def _moves(self, have: Mapping[str, Units], plan: Plan) -> Moves:
+        """Each source sends as little as possible; a holder in the target's replica, so on its fast links, first."""
+        members = [plan.device(place) for place in plan.places]
+        sent = dict.fromkeys(members, 0)
+        moves: list[Move] = []
+        lost: set[str] = set()
+        for target in members:
+            for kind, units in self.held(plan, target).items():
+                for unit in sorted(units - have.get(target, {}).get(kind, frozenset())):
+                    found = [device for device in members if unit in have.get(device, {}).get(kind, ())]
+                    if not found:
+                        lost.add(f"{kind} {unit}")
+                        continue
+                    source = _nearest(found, plan, target, sent)
+                    num_bytes = unit_bytes(self.spec, kind, unit, self.bytes_per_element)
+                    sent[source] += num_bytes
+                    moves.append(
+                        Move(kind=kind, start=unit, stop=unit + 1, source=source, target=target, num_bytes=num_bytes)
+                    )
+        return Moves(_joined(moves), tuple(sorted(lost)))
+
+
+def _nearest(candidates: Iterable[str], plan: Plan, target: str, sent: Mapping[str, int]) -> str:
+    home = plan.place(target)
+    assert home is not None
+    near = [device for device in candidates if (plan.place(device) or home)[0] == home[0]]
+    return min(near or candidates, key=lambda device: (sent[device], device))
+
+
+def _joined(moves: Iterable[Move]) -> tuple[Move, ...]:
+    """The same moves with neighbouring units of one kind, source and target as one."""
+    joined: list[Move] = []
+    for move in sorted(moves, key=lambda m: (m.target, m.source, m.kind, m.start)):
+        last = joined[-1] if joined else None
+        if last and (last.kind, last.source, last.target, last.stop) == (
+            *(move.kind, move.source, move.target),
+            move.start,
+        ):
+            num_bytes = last.num_bytes + move.num_bytes
+            joined[-1] = last.model_copy(update={"stop": move.stop, "num_bytes": num_bytes})
+        else:
+            joined.append(move)
+    return tuple(joined)

@@ -1,0 +1,399 @@
+"""The life of one worker: take orders from the controller, work under plan after plan, in the same process.
+
+The listener thread takes orders as they come. An abort acts at once from there: it wakes the main thread and shuts the
+sockets of the generations that are to be left. All other orders wait in a queue for the main thread.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+from runflat.elastic.agree import agree
+from runflat.elastic.duties import Duties
+from runflat.elastic.formation import Address, Formation, bury
+from runflat.elastic.orders import Abort, Exit, Go, Order, PlanOrder, Prepare, Resume, Stop, Switch, Unprepare
+from runflat.elastic.presence import Heart, Presence
+from runflat.elastic.stepping import Step
+from runflat.errors import RunError
+from runflat.parallel.comms import AbortedError, CommsError, Interrupt, Network
+from runflat.parallel.digest import compare, unit_digests
+from runflat.parallel.move import NOTHING, Change, execute_transfers, read_state
+from runflat.parallel.optimizer import learning_rate
+from runflat.parallel.sockets import Sockets
+from runflat.plan.plan import Place, Plan, plan_from_json
+from runflat.plan.transfers import Transfer
+from runflat.train.engine import Engine, Job, worker_device
+from runflat.train.step import Scalars, StepResult
+
+FORM_TIMEOUT_S = 5.0
+FOREVER = 1 << 60
+"""A generation above all: everything is to be left."""
+
+
+class Channel(Protocol):
+    """A worker's end of the connection to the controller."""
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Deliver one JSON-ready message; nothing happens when the controller is gone."""
+
+    def receive(self) -> Order | None:
+        """The next order; None when the controller is gone."""
+
+
+class Session:
+    """One worker process (or thread, in tests)."""
+
+    def __init__(self, job: Job, device_id: str, channel: Channel, store: Address, index: int):
+        """`store` is where the process groups meet; `index` numbers the workers of this machine."""
+        self.job = job
+        self.device_id = device_id
+        self.channel = channel
+        self.store = store
+        self.sockets = Sockets()
+        self.presence = Presence()
+        self.interrupt = Interrupt()
+        self.network = Network(
+            timeout_s=job.train.timeout_s,
+            form_timeout_s=FORM_TIMEOUT_S,
+            interrupt=self.interrupt,
+            waiting=self._waiting,
+        )
+        self.orders: queue.Queue[Order | None] = queue.Queue()
+        self.stop = threading.Event()
+        self.orphaned = threading.Event()
+        self.engine = Engine(job, worker_device(index), self._phase)
+        self.duties = Duties(self.engine, self.say)
+        self.base: Plan | None = None
+        self.plan: Plan | None = None
+        self.resume: Resume | None = None
+        self.prepared: Formation | None = None
+        self.switch: Switch | None = None
+        self.last: Scalars | None = None
+        self.stop_at: int | None = None
+        self.times: dict[str, float] = {}
+        self._mark = time.monotonic()
+
+    # ---- threads beside the main one
+
+    def listen(self) -> None:
+        """Take orders until the controller is gone; runs in a thread of its own."""
+        while (order := self.channel.receive()) is not None:
+            if isinstance(order, Abort):
+                self._leave_below(order.generation)
+            elif isinstance(order, Stop):
+                self.stop.set()
+                continue
+            elif isinstance(order, Switch):
+                self.switch = order
+                continue
+            elif isinstance(order, Exit):
+                self._leave_below(FOREVER)
+            self.orders.put(order)
+        self.orphaned.set()
+        self.stop.set()
+        self.orders.put(None)
+
+    def _leave_below(self, generation: int) -> None:
+        """Wake the main thread out of every older generation, whatever it waits for."""
+        self._mark = time.monotonic()
+        self.interrupt.leave_below(generation)
+        for plan in (self.plan, self.prepared.plan if self.prepared else None):
+            if plan is not None and plan.generation < generation:
+                self.sockets.abort(plan.generation)
+
+    def _waiting(self, what: str | None) -> None:
+        self.presence.enter(self.presence.phase, what)
+
+    def _phase(self, name: str) -> None:
+        """The main thread begins phase `name`: say so, and let the injector strike."""
+        self.presence.enter(name)
+
+    def say(self, kind: str, **fields: Any) -> None:
+        """Send one message to the controller."""
+        self.channel.send({"type": kind, **fields})
+
+    # ---- the main thread
+
+    def run(self) -> None:
+        """Train with runflat's own loop until the controller says `exit`, or is gone."""
+        for step in self.steps():
+            with step:
+                step.compute()
+
+    def steps(self) -> Iterator[Step]:
+        """The steps that this device takes part in, under plan after plan; each is to be run inside `with step:`.
+
+        A step that could not commit because a device was lost comes again. Ends when the controller says `exit`, or is
+        gone.
+        """
+        threading.Thread(target=self.listen, name="orders", daemon=True).start()
+        heart = Heart(self.presence, self.channel.send)
+        self.say("hello", pid=os.getpid())
+        try:
+            while (order := self._next()) is not None and not isinstance(order, Exit):
+                if isinstance(order, Go):
+                    yield from self._go()
+                else:
+                    self._obey(order)
+            if order is None and self.engine.progress.step:
+                self.duties.save(self.presence.generation)  # unpublished: for whoever resumes the run
+        finally:
+            heart.stop()
+
+    def _next(self) -> Order | None:
+        """The next order. The controller's end of the channel bounds the wait: when it closes, None comes."""
+        self.presence.enter("idle", "an order of the controller")
+        return self.orders.get()
+
+    def _obey(self, order: Order) -> None:
+        if isinstance(order, Abort):
+            self._answer_abort(order)
+        elif isinstance(order, PlanOrder):
+            self._take_plan(order)
+        elif isinstance(order, Prepare):
+            self._prepare(order)
+        elif isinstance(order, Unprepare):
+            self._unprepare()
+
+    def _lap(self, name: str) -> None:
+        now = time.monotonic()
+        self.times[name] = self.times.get(name, 0.0) + now - self._mark
+        self._mark = now
+
+    # ---- leaving a generation
+
+    def _abandon(self) -> None:
+        """Drop the groups in force; what a collective in flight may write to is never used again."""
+        kept = self.engine.leave()
+        if kept:
+            comms = kept[0]
+            self.sockets.abort(comms.generation)
+            bury([comms.close], kept)
+        self._unprepare()
+
+    def _answer_abort(self, order: Abort) -> None:
+        self.times = {}
+        self._phase("detect")
+        self._abandon()
+        self._phase("abort")
+        engine = self.engine
+        self._lap("abort")
+        self.say(
+            "status",
+            generation=order.generation,
+            committed=engine.progress.step,
+            complete=engine.final is not None,
+            holds=self.base.generation if self.base else -1,
+            scalars=self.last.to_list() if self.last else None,
+        )
+
+    # ---- entering one
+
+    def _take_plan(self, order: PlanOrder) -> None:
+        """Bring the state to where the plan starts, then report ready."""
+        plan, resume, engine = plan_from_json(order.plan), order.resume, self.engine
+        place = self._place(plan)
+        short = engine.memory_short(plan, place)
+        if short is not None:
+            self.say("lowmem", generation=plan.generation, need_bytes=short[0], free_bytes=short[1])
+            return
+        self.plan, self.resume = plan, resume
+        self.presence.generation = plan.generation
+        if resume.action in ("start", "checkpoint"):
+            self.presence.enter("copy")
+            engine.build(plan, place, resume.checkpoint)
+            self.base = plan
+            self.duties.excuse(plan.generation)
+        elif resume.action == "forward" and engine.progress.step == resume.committed - 1:
+            assert resume.scalars is not None
+            self.commit(Scalars(*resume.scalars))
+        engine.final = None
+        self._phase("barrier")
+        self._lap("barrier")
+        self.say("ready", generation=plan.generation)
+
+    def _place(self, plan: Plan) -> Place:
+        place = plan.place(self.device_id)
+        if place is None:
+            raise RunError(f"{self.device_id} got a plan of generation {plan.generation} that has no place for it.")
+        return place
+
+    def _go(self) -> Iterator[Step]:
+        """Form the groups of the plan taken, move what must move, compare, and train until something ends it."""
+        assert self.plan is not None
+        assert self.resume is not None
+        moves = tuple(Transfer(**move.model_dump()) for move in self.resume.transfers)
+        try:
+            self._phase("form")
+            formation = self._form(self.plan)
+            try:
+                comms = formation.wait()
+            except (AbortedError, CommsError):
+                formation.abandon()
+                raise
+            self._lap("form")
+            self.say("formed", generation=self.plan.generation, form_s=formation.seconds)
+            num_bytes = self._enter(self.plan, comms, moves)
+            self.say("running", generation=self.plan.generation, bytes_moved=num_bytes, phases_s=self.times)
+            yield from self._train()
+        except AbortedError:
+            return  # the abort order is next in the queue
+        except CommsError as error:
+            self._suspect(error)
+
+    def _suspect(self, error: CommsError) -> None:
+        """A collective failed. That names nobody: report it and wait for what the controller makes of it."""
+        assert self.plan is not None
+        kind = "formfail" if self.presence.phase == "form" else "suspect"
+        fields: dict[str, Any] = {"generation": self.plan.generation, "text": str(error)}
+        if kind == "suspect":
+            fields["phase"] = self.presence.phase
+        self.say(kind, **fields)
+
+    def _form(self, plan: Plan) -> Formation:
+        engine = self.engine
+        return Formation(
+            plan,
+            engine.layout(plan),
+            self._place(plan),
+            self.network,
+            self.sockets,
+            self.store,
+            engine.device.type == "cuda",
+        )
+
+    def _enter(self, plan: Plan, comms: Any, moves: tuple[Transfer, ...]) -> int:
+        """Move state to `plan`'s layout over its groups, compare digests; returns the bytes received."""
+        engine, place = self.engine, self._place(plan)
+        engine.join(comms)
+        self._phase("transfer")
+        engine.progress = agree(comms, engine.progress if self.base else None)
+        old = self.base or plan
+        num_bytes = 0
+        if moves or self.base is None or self.base.generation != plan.generation:
+            change = Change(engine.spec, old, plan, moves, self.device_id, engine.dtype, engine.device)
+            state = read_state(engine.params, engine.optimizer) if self.base else NOTHING
+            moved = execute_transfers(change, state, comms)
+            engine.adopt(change.held(plan), moved.state)
+            num_bytes = moved.received_bytes
+        self.base = plan
+        self._lap("transfer")
+        self._phase("digest")
+        engine.enter(plan, place, comms)
+        self._compare(plan, comms)
+        self._lap("digest")
+        self.presence.generation = plan.generation
+        return num_bytes
+
+    def _compare(self, plan: Plan, comms: Any) -> None:
+        engine = self.engine
+        progress = engine.progress
+        scalars = (float(progress.step), float(progress.optimizer_step), learning_rate(engine.settings, progress.step))
+        state = read_state(engine.params, engine.optimizer)
+        held = engine.held
+        differ = compare(engine.spec, unit_digests(engine.spec, held, state.tensors, scalars), comms)
+        if differ:
+            units = [f"{kind} {unit}" for kind, unit in differ]
+            self.say("mismatch", generation=plan.generation, units=units)
+            raise CommsError(f"holders of {', '.join(units[:5])} do not have the same bits.")
+
+    # ---- growth and orderly leaves: the next groups form while training goes on
+
+    def _prepare(self, order: Prepare) -> None:
+        plan = plan_from_json(order.plan)
+        if plan.place(self.device_id) is not None:
+            self._unprepare()
+            self.prepared = self._form(plan)
+            self.prepared_plan = plan
+        self._watch_preparation(order.generation)
+
+    def _watch_preparation(self, generation: int) -> None:
+        """Report when the prepared groups are there, from a side thread: the main thread trains on."""
+        formation = self.prepared
+
+        def watch() -> None:
+            try:
+                if formation is not None:
+                    formation.wait()
+                self.say("prepared", generation=generation)
+            except AbortedError:
+                return
+            except CommsError as error:
+                self.say("formfail", generation=generation, text=str(error))
+
+        threading.Thread(target=watch, name="prepare", daemon=True).start()
+
+    def _unprepare(self) -> None:
+        if self.prepared is not None:
+            self.prepared.abandon()
+        self.prepared = None
+        self.switch = None
+
+    # ---- training
+
+    def _train(self) -> Iterator[Step]:
+        """Steps until the end, a stop, a leave, or an error of a collective."""
+        while self.plan is not None:
+            self._poll()
+            if self.duties.fulfil(self.presence.generation, self.stop_at):
+                return
+            step = Step(self)
+            yield step
+            if step.error is not None:
+                raise step.error
+            assert step.scalars is not None, "a step was yielded but never entered: use `with step:`"
+            if step.scalars.stop > 0:
+                self.stop_at = self.engine.progress.step
+            if step.scalars.switch > 0:
+                self._go_over()
+
+    def _poll(self) -> None:
+        """Between steps: orders that act on side threads are taken up here."""
+        self.interrupt.check(self.presence.generation)
+        while True:
+            try:
+                order = self.orders.get_nowait()
+            except queue.Empty:
+                return
+            if isinstance(order, Prepare | Unprepare):
+                self._obey(order)
+            elif order is not None:
+                self.orders.put(order)
+                return
+
+    def commit(self, scalars: Scalars) -> StepResult:
+        """Apply the step whose gradients are final."""
+        result = self.engine.commit(scalars)
+        self.presence.committed = self.engine.progress.step
+        return result
+
+    def _go_over(self) -> None:
+        """At the boundary: take up the prepared plan, or leave if it has no place for this device."""
+        order, formation = self.switch, self.prepared
+        self.switch = self.prepared = None
+        assert order is not None
+        committed = self.engine.progress.step
+        self.times, self._mark = {}, time.monotonic()
+        old = self.engine.leave()
+        if formation is None:
+            bury([old[0].close], old)
+            self.say("switched", generation=order.generation, committed=committed)
+            self.plan = None
+            return
+        self.plan = formation.plan
+        comms = formation.wait()
+        moves = tuple(Transfer(**move.model_dump()) for move in order.transfers)
+        num_bytes = self._enter(formation.plan, comms, moves)
+        bury([old[0].close], old)
+        self.say(
+            "switched",
+            generation=order.generation,
+            committed=committed,
+            bytes_moved=num_bytes,
+            phases_s=self.times,
+        )

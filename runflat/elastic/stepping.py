@@ -1,0 +1,94 @@
+"""One step as the loop sees it: compute inside `with`, and the step commits on all devices or on none."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from runflat.parallel.comms import AbortedError, CommsError
+from runflat.train.step import Scalars
+
+if TYPE_CHECKING:
+    from runflat.elastic.session import Session
+
+
+class Step:
+    """Step `index` under the plan in force; `samples` are the sample numbers of this replica's share.
+
+    Use as a context manager: the body computes gradients, leaving it exchanges them and commits. When a device is lost
+    meanwhile, the body or the exit is left early, nothing is applied, and the loop gets the same step again.
+    """
+
+    def __init__(self, session: Session):
+        """`session` is the worker's."""
+        self._session = session
+        self._engine = session.engine
+        self.index = session.engine.progress.step
+        first, count = session.engine.samples()
+        self.samples = range(first, first + count)
+        self.scalars: Scalars | None = None
+        self.error: AbortedError | CommsError | None = None
+        self._started = time.perf_counter()
+
+    def compute(self) -> None:
+        """Forward and backward of this replica's share, as runflat's own trainer does it."""
+        self._engine.compute()
+
+    def micro_batches(self, sequences: torch.Tensor) -> list[torch.Tensor]:
+        """The share `sequences` [B, T] in pieces of at most the configured micro-batch."""
+        return self._engine.micro_batches(sequences)
+
+    def backward(self, loss: torch.Tensor, num_targets: int, last: bool = True) -> None:
+        """Gradients of a micro-batch's loss *sum* over `num_targets` tokens; `last` starts the exchange."""
+        self._engine.backward(loss, num_targets, last)
+
+    def __enter__(self) -> Step:
+        """Begin."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        """Commit; a lost peer ends the step but not the loop."""
+        if isinstance(error, AbortedError | CommsError):
+            self.error = error
+            return True
+        if error is not None:
+            return False
+        try:
+            self._finish()
+        except (AbortedError, CommsError) as lost:
+            self.error = lost
+        return True
+
+    def _finish(self) -> None:
+        """Exchange gradients, meet all devices, commit, report."""
+        session, engine = self._session, self._engine
+        computed = time.perf_counter()
+        engine.finish()
+        synced = time.perf_counter()
+        scalars = engine.barrier(session.stop.is_set(), session.switch is not None)
+        session.last = scalars
+        generation = session.presence.generation
+        if engine.reports:
+            session.say("commit", generation=generation, step=self.index, scalars=scalars.to_list())
+        result = session.commit(scalars)
+        self.scalars = scalars
+        if engine.reports:
+            assert engine.place is not None
+            result = replace(result, compute_s=computed - self._started, sync_s=synced - computed)
+            fields: dict[str, Any] = vars(result)
+            session.say(
+                "step",
+                generation=generation,
+                step=self.index,
+                replica=engine.place[0],
+                first_sample=self.samples.start,
+                num_samples=len(self.samples),
+                step_s=time.perf_counter() - self._started,
+                **fields,
+            )

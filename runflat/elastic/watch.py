@@ -1,0 +1,318 @@
+"""No wait without a deadline and a name: what is due when, what happens then, who is to blame. Parts of `decide`."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from runflat.elastic import growth as changes
+from runflat.elastic.actions import Turn
+from runflat.elastic.losses import initial, kill, lose, start
+from runflat.elastic.messages import FormFail, Heartbeat, Mismatch, Suspect
+from runflat.elastic.recovery import again, fail
+from runflat.elastic.state import PRESENT, Device, Flake, Growth, GrowthStage, Stage, Standing, State, Suspicion
+
+NUM_INTERVALS = 16
+STUCK_FACTOR = 10.0
+"""A step that nobody is to blame for may take this many times `timeout_s`."""
+RECHECK_S = 1.0
+
+
+class Due(StrEnum):
+    """Kinds of deadlines; each is answered in one way."""
+
+    HELLO = "hello"
+    HEARTBEAT = "heartbeat"
+    SELFTEST = "self-test"
+    END = "end"
+    BACK_OFF = "back-off"
+    ANSWERS = "answers"
+    SUSPICION = "suspicion"
+    COMMIT = "commit"
+    CHANGE = "change"
+
+
+@dataclass(frozen=True)
+class Deadline:
+    """Something must have happened by `at`; `name` says what, `who` owes it."""
+
+    kind: Due
+    name: str
+    at: float
+    who: tuple[str, ...]
+
+
+def deadlines(state: State) -> list[Deadline]:
+    """All that is waited for, the next first; empty only in the end."""
+    if state.stage is Stage.FINISHED:
+        return []
+    due = [deadline for device in state.devices.values() for deadline in _of_device(state, device)]
+    due += _of_job(state)
+    return sorted(due, key=lambda deadline: deadline.at)
+
+
+def _of_device(state: State, device: Device) -> Iterable[Deadline]:
+    name, limits = device.name, state.limits
+    if device.standing not in PRESENT:
+        if device.restart_at is not None:
+            yield Deadline(Due.BACK_OFF, f"back-off of {name}", device.restart_at, (name,))
+    elif device.killed_at is not None:
+        yield Deadline(Due.END, f"end of {name}", device.killed_at + limits.confirm_s, (name,))
+    elif not device.hello:
+        yield Deadline(Due.HELLO, f"start of {name}", device.since + limits.start_s, (name,))
+    else:
+        yield Deadline(Due.HEARTBEAT, f"heartbeat of {name}", device.heard + heartbeat_limit_s(state, device), (name,))
+        if device.standing is Standing.STARTING and state.stage is not Stage.START:
+            yield Deadline(Due.SELFTEST, f"self-test of {name}", device.since + limits.start_s, (name,))
+
+
+def heartbeat_limit_s(state: State, device: Device) -> float:
+    """Silence after which a device counts as stopped."""
+    usual = statistics.median(device.intervals) if device.intervals else 0.0
+    return max(state.limits.heartbeat_floor_s, state.limits.heartbeat_factor * usual)
+
+
+def _of_job(state: State) -> Iterable[Deadline]:
+    limits, since = state.limits, state.stage_since
+    owing = tuple(name for name in owed(state) if state.devices[name].killed_at is None)
+    if state.suspicion is not None:
+        yield Deadline(Due.SUSPICION, "an exit that explains it", state.suspicion.since + limits.suspicion_s, ())
+    if not owing:
+        pass  # whose word is waited for is being killed, and that has a deadline of its own
+    elif state.stage is Stage.ABORT:
+        yield Deadline(Due.ANSWERS, "status", since + max(state.step_limit_s, limits.progress_floor_s), owing)
+    elif state.stage is Stage.READY:
+        wait = limits.start_s if state.loading else limits.timeout_s
+        yield Deadline(Due.ANSWERS, "adopting the plan", since + wait, owing)
+    elif state.stage is Stage.FORM:
+        all_formed = set(state.members()) <= state.formed
+        name, wait = ("transfers", limits.start_s) if all_formed else ("forming groups", limits.timeout_s)
+        yield Deadline(Due.ANSWERS, name, since + wait, owing)
+    elif state.stage is Stage.RUN and state.done:
+        yield Deadline(Due.ANSWERS, "the end of training", state.progress_at + limits.timeout_s, owing)
+    elif state.stage is Stage.RUN:
+        at = max(state.progress_at + _commit_limit_s(state), state.checked_at + RECHECK_S)
+        yield Deadline(Due.COMMIT, "commit", at, owing)
+    if state.growth is not None:
+        growth = state.growth
+        patience = {
+            GrowthStage.LISTEN: limits.timeout_s,
+            GrowthStage.FEED: STUCK_FACTOR * limits.timeout_s,
+            GrowthStage.PREPARE: limits.timeout_s,
+            GrowthStage.SWITCH: limits.timeout_s + state.step_limit_s,
+        }[growth.stage]
+        yield Deadline(Due.CHANGE, f"{growth.stage.value} of the change", growth.since + patience, _owed_change(growth))
+
+
+def owed(state: State) -> tuple[str, ...]:
+    """Devices whose word the stage waits for."""
+    if state.stage is Stage.START:
+        return tuple(device.name for device in initial(state) if not device.hello)
+    if state.stage is Stage.ABORT:
+        return (*(name for name in state.live() if name not in state.statuses), *state.dying())
+    if state.stage is Stage.FORM and not set(state.members()) <= state.formed:
+        return tuple(name for name in state.members() if name not in state.formed | state.answered)
+    answered = state.done if state.stage is Stage.RUN else state.answered
+    return tuple(name for name in state.members() if name not in answered)
+
+
+def _owed_change(growth: Growth) -> tuple[str, ...]:
+    if growth.stage is GrowthStage.LISTEN:
+        return tuple(name for name in growth.joining if name not in growth.addresses)
+    asked = growth.joining if growth.stage is GrowthStage.FEED else growth.everyone
+    return tuple(name for name in asked if name not in growth.answered)
+
+
+def _commit_limit_s(state: State) -> float:
+    """A device that writes its part of a checkpoint takes its time."""
+    saving = any(state.devices[name].phase == "checkpoint" for name in state.live())
+    return state.limits.timeout_s if saving else state.step_limit_s
+
+
+def on_tick(turn: Turn) -> None:
+    """Answer each deadline that has passed."""
+    state = turn.state
+    asleep_s = turn.now - state.ticked
+    if asleep_s > state.limits.asleep_s:
+        # The controller itself did not run: whoever was silent meanwhile may have been heard by nobody.
+        for device in state.devices.values():
+            turn.device(device.name, heard=device.heard + asleep_s, since_when=device.since_when + asleep_s)
+        turn.set(progress_at=state.progress_at + asleep_s)
+    turn.set(ticked=turn.now)
+    for _ in range(4 * len(state.devices) + 8):  # an answer may make another deadline due, but not for ever
+        passed = [deadline for deadline in deadlines(turn.state) if deadline.at <= turn.now]
+        if not passed:
+            return
+        _answer(turn, passed[0])
+
+
+def _answer(turn: Turn, deadline: Deadline) -> None:
+    """What happens when a deadline has passed."""
+    state = turn.state
+    if deadline.kind is Due.BACK_OFF:
+        turn.device(deadline.who[0], restart_at=None)
+        if not state.stop_asked:
+            start(turn, deadline.who[0])
+    elif deadline.kind is Due.END:
+        turn.say(f"{deadline.who[0]} was killed, but its end is not confirmed: it is cut off")
+        lose(turn, deadline.who[0], state.devices[deadline.who[0]].cause, gone=False)
+    elif deadline.kind is Due.HEARTBEAT:
+        device = state.devices[deadline.who[0]]
+        kill(turn, device.name, f"no heartbeat for {turn.now - device.heard:.1f} s", device.heard)
+    elif deadline.kind in (Due.HELLO, Due.SELFTEST):
+        kill(turn, deadline.who[0], f"did not start within {state.limits.start_s:.0f} s")
+    elif deadline.kind is Due.SUSPICION:
+        _resolve(turn)
+    elif deadline.kind is Due.COMMIT:
+        _blame(turn)
+    elif deadline.kind is Due.CHANGE:
+        _change_late(turn, deadline)
+    else:
+        for name in deadline.who:
+            kill(turn, name, f"late with {deadline.name}")
+
+
+def _change_late(turn: Turn, deadline: Deadline) -> None:
+    growth = turn.state.growth
+    assert growth is not None
+    if growth.stage is GrowthStage.SWITCH:
+        for name in deadline.who:
+            kill(turn, name, f"late with {deadline.name}")
+        turn.set(growth=replace(growth, since=turn.now))
+        return
+    # Who trains already is watched as a member; here the newcomers answer for a change that does not come about.
+    blamed = [name for name in deadline.who if name in growth.joining]
+    changes.cancel(turn, f"late with {deadline.name}: {' and '.join(deadline.who)}")
+    for name in blamed:
+        kill(turn, name, f"late with {deadline.name}")
+
+
+def _blame(turn: Turn) -> None:
+    """No commit for too long: kill who works without end while others wait for it; if all wait, a link is broken."""
+    state, now = turn.state, turn.now
+    long_s = _commit_limit_s(state) / 2
+    members = [state.devices[name] for name in state.live()]
+    lasting = [device for device in members if now - device.since_when >= long_s]
+    waiting = [device for device in lasting if device.waits_for is not None]
+    working = [device for device in lasting if device.waits_for is None]
+    late_s = now - state.progress_at
+    turn.set(checked_at=now)
+    if waiting and working:
+        for device in working:
+            kill(turn, device.name, f"no progress for {late_s:.1f} s in {device.phase}", state.progress_at)
+    elif waiting and len(waiting) == len(members):
+        text = f"no commit for {late_s:.1f} s, and everybody waits"
+        turn.set(progress_at=now, suspicion=Suspicion(_generation(state), state.progress_at, (), text, False))
+        _resolve(turn)
+    elif late_s >= STUCK_FACTOR * state.limits.timeout_s:
+        turn.finish(
+            f"no step was committed for {late_s:.0f} s, and nobody is to blame: see who does what in events.jsonl"
+        )
+
+
+def _generation(state: State) -> int:
+    assert state.plan is not None
+    return state.plan.generation
+
+
+def on_heartbeat(turn: Turn, name: str, beat: Heartbeat) -> None:
+    """A sign of life."""
+    device = turn.state.devices[name]
+    changed = (beat.waits_for is None) != (device.waits_for is None)
+    since_when = turn.now if changed else device.since_when
+    if beat.waits_for is not None:
+        since_when = turn.now - beat.since_s
+    intervals = (*device.intervals, turn.now - device.heard)[-NUM_INTERVALS:]
+    committed = max(beat.committed, device.committed)
+    turn.device(
+        name,
+        phase=beat.phase,
+        waits_for=beat.waits_for,
+        since_when=since_when,
+        intervals=intervals,
+        heard=turn.now,
+        committed=committed,
+    )
+
+
+def on_suspect(turn: Turn, name: str, message: Suspect | FormFail) -> None:
+    """Something between devices failed: wait a moment for an exit that explains it."""
+    state = turn.state
+    growth = state.growth
+    if growth is not None and message.generation == growth.generation and growth.stage is not GrowthStage.SWITCH:
+        for newcomer in changes.did_not_form(turn, message.text):
+            kill(turn, newcomer, f"groups with it do not form: {message.text}")
+        return
+    current = {growth.generation} if growth is not None else set()
+    current |= {_generation(state)} if state.plan is not None else set()
+    if state.stage not in (Stage.RUN, Stage.READY, Stage.FORM) or message.generation not in current:
+        return
+    before = state.suspicion
+    if before is None:
+        forming = state.stage is not Stage.RUN
+        turn.set(suspicion=Suspicion(message.generation, turn.now, (name,), message.text, forming))
+    elif name not in before.ends:
+        turn.set(suspicion=replace(before, ends=(*before.ends, name)))
+
+
+def on_mismatch(turn: Turn, name: str, message: Mismatch) -> None:
+    """Holders differ, and nobody can say who is right: everybody goes back to what is on disk."""
+    state = turn.state
+    if state.plan is None or message.generation != state.plan.generation:
+        return
+    if state.stage in (Stage.FORM, Stage.RUN):
+        units = ", ".join(message.units[:3])
+        turn.set(distrust=f"holders of {units} do not have the same bits")
+        fail(turn, (name,), f"digest of {units} differs", turn.now)
+
+
+def _resolve(turn: Turn) -> None:
+    """No exit explains the failed collectives: form again with the same members; if that was tried, one leaves."""
+    state = turn.state
+    suspicion = state.suspicion
+    assert suspicion is not None
+    turn.set(suspicion=None)
+    if suspicion.forming:
+        turn.set(formfails=state.formfails + 1)
+        if turn.state.formfails >= state.limits.max_failures:
+            turn.finish(f"the groups did not form {turn.state.formfails} times in a row: {suspicion.text}")
+        else:
+            again(turn, suspicion.ends, "groups did not form", suspicion.since)
+        return
+    related = [f for f in state.flakes if suspicion.generation in (f.generation, f.successor)]
+    if not related:
+        turn.say(f"collectives failed ({suspicion.text}), but all devices live: the same members form again")
+        again(turn, suspicion.ends, "link flake", suspicion.since)
+        flake = Flake(suspicion.generation, turn.state.generation, suspicion.ends)
+        turn.set(flakes=(*state.flakes[-3:], flake))
+        return
+    counts = Counter(end for ends in (suspicion.ends, *(f.ends for f in related)) for end in ends)
+    live = state.live()
+    worst = max(live, key=lambda name: (counts[name], _rank(name)))
+    turn.set(flakes=())
+    turn.say(f"collectives failed again ({suspicion.text}): {worst} is in most failed pairs and leaves")
+    kill(turn, worst, "link flaked twice", suspicion.since)
+
+
+def _rank(name: str) -> tuple[int, ...]:
+    """Order of ids: numbers by value; spares after the rest."""
+    parts = name.lstrip("s").split(":")
+    return tuple(int(part) for part in parts) if len(parts) == 2 else (1 << 30, int(parts[0]))
+
+
+def waits(state: State, now: float) -> str | None:
+    """What has been waited for longer than a second, and whose it is; None while nothing is."""
+    if state.stage is not Stage.RUN:
+        names = owed(state)
+        what = {Stage.START: "start", Stage.ABORT: "status", Stage.READY: "adopting the plan", Stage.FORM: "running"}
+        if not names or now - state.stage_since < RECHECK_S or state.stage not in what:
+            return None
+        return f"waiting for {what[state.stage]} of {', '.join(names)} ({now - state.stage_since:.0f} s)"
+    waiting = [d for name in state.live() if (d := state.devices[name]).waits_for and now - d.since_when > RECHECK_S]
+    if not waiting:
+        return None
+    longest = min(waiting, key=lambda device: device.since_when)
+    return f"{longest.name} waits for {longest.waits_for} ({now - longest.since_when:.0f} s)"

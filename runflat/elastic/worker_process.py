@@ -1,0 +1,84 @@
+"""A worker as a process of its own: the entry function, and its end of the pipe to the controller."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import traceback
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from runflat.elastic.orders import Order, parse_order
+from runflat.elastic.session import Session
+from runflat.errors import RunflatError, UserError
+from runflat.parallel.comms import CommsError
+from runflat.train.engine import Job
+
+FAILED = 1
+
+
+class PipeChannel:
+    """A worker's end of the pipe: JSON bytes, nothing pickled; may be used by several threads."""
+
+    def __init__(self, connection: Connection, incarnation: int):
+        """Wrap `connection`; every message says that it comes from `incarnation`."""
+        self._connection = connection
+        self._incarnation = incarnation
+        self._lock = threading.Lock()
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Deliver one message; nothing happens when the controller is gone."""
+        text = json.dumps({**message, "incarnation": self._incarnation}).encode()
+        with self._lock:
+            try:
+                self._connection.send_bytes(text)
+            except OSError:
+                return  # the listening thread notices the same and ends the work in order
+
+    def receive(self) -> Order | None:
+        """The next order; None when the controller is gone."""
+        try:
+            return parse_order(self._connection.recv_bytes())
+        except (EOFError, OSError):
+            return None
+
+
+def error_message(error: BaseException) -> dict[str, Any]:
+    """The message with which a worker ends that cannot go on."""
+    cause = "user" if isinstance(error, UserError) else "comms" if isinstance(error, CommsError) else "other"
+    text = str(error) if isinstance(error, RunflatError) else f"{type(error).__name__}: {error}"
+    return {
+        "type": "error",
+        "cause": cause,
+        "class": type(error).__name__,
+        "text": text,
+        "traceback": "".join(traceback.format_exception(error)),
+    }
+
+
+def worker_process(
+    connection: Connection, job: str, device_id: str, incarnation: int, port: int, timeout_s: float
+) -> None:
+    """Main function of a worker process on the controller's machine."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the controller decides
+    torch.set_num_threads(1)
+    channel = PipeChannel(connection, incarnation)
+    code = 0
+    try:
+        parsed = Job.model_validate_json(job)
+        Session(parsed, device_id, channel, ("127.0.0.1", port), _index(device_id, parsed.tp_full)).run()
+    except BaseException as error:  # whatever it is, the controller must hear of it: it decides what the job does
+        channel.send(error_message(error))
+        code = FAILED
+    os._exit(code)  # not by way of destructors, which may wait for peers that are gone
+
+
+def _index(device_id: str, tp_full: int) -> int:
+    """Number of the device's place on this machine."""
+    replica, _, slot = device_id.partition(":")
+    return int(replica) * tp_full + int(slot) if slot else 0

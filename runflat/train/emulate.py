@@ -1,0 +1,114 @@
+"""Emulated devices: computation and collectives are real, their duration is declared.
+
+A virtual clock, common to all devices, is billed FLOPs / (rate x speed) per step and device, and takes the maximum over
+the devices where they meet. Each device sleeps until wall time has caught up with its bill, so that the ratios of step
+times depend on plan and power, and not on who else uses the machine. What really takes longer than the bill makes the
+clock late; lateness is recorded, and a run that fell behind says so.
+
+It shows synchronisation, stragglers, recovery and control. It does not show kernel speed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from runflat.parallel.comms import Comms
+from runflat.plan.batch import micro_batches
+from runflat.plan.cost import device_traffic, sequence_flops
+from runflat.plan.plan import Place, Plan
+from runflat.plan.sync_groups import SyncLayout
+from runflat.plan.units import ModelSpec
+
+BACKWARD_SHARE = 2 / 3
+"""Part of a step's computation that is backward: gradient exchange is billed only where it outlasts that."""
+LATE_SHARE = 0.05
+"""A run whose lateness grew by more than this part of its billed time is invalid."""
+
+
+@dataclass(frozen=True)
+class DeviceModel:
+    """What is declared of each emulated device. Rates are per second; None bills nothing.
+
+    `speed` is relative to nominal power.
+    """
+
+    rate_flops: float
+    domain_bytes: float | None = None
+    network_bytes: float | None = None
+    speed: float = 1.0
+
+
+def step_seconds(
+    model: DeviceModel, spec: ModelSpec, plan: Plan, layout: SyncLayout, place: Place, seq_len: int, micro_batch: int
+) -> float:
+    """Declared seconds of one step on the device at `place`: computation, tensor-parallel and exposed sync traffic."""
+    replica = plan.replica(place[0])
+    flops = sequence_flops(spec, replica, place[1], seq_len) * replica.num_sequences
+    compute_s = flops / (model.rate_flops * model.speed)
+    traffic = device_traffic(spec, plan, layout, place, seq_len, micro_batch, 4)
+    total_s = compute_s
+    if model.domain_bytes:
+        total_s += traffic.tp_bytes / model.domain_bytes
+    if model.network_bytes:
+        sync_s = (traffic.sync_bytes + traffic.replicated_bytes) / model.network_bytes
+        share = BACKWARD_SHARE / len(micro_batches(replica.num_sequences, micro_batch))
+        total_s += max(0.0, sync_s - share * compute_s)
+    return total_s
+
+
+class Pace:
+    """The virtual clock of one device."""
+
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
+        """Start at zero."""
+        self._clock = clock
+        self._sleep = sleep
+        self._virtual_s = 0.0
+        self._base = clock()
+        self._own_end_s = 0.0
+        self._slow: list[tuple[float, float]] = []
+        self.step_s = 0.0
+        self.late_s = 0.0
+        self.billed_s = 0.0
+
+    def rebase(self, step_s: float) -> None:
+        """A plan begins, in which a step of this device takes `step_s`: the time until now was real, not billed."""
+        self._base = self._clock() - self._virtual_s
+        self.step_s = step_s
+
+    def slow_down(self, factor: float, duration_s: float) -> None:
+        """From now on, for `duration_s`, computation takes `factor` times as long."""
+        self._slow.append((factor, self._clock() + duration_s))
+
+    def computed(self) -> None:
+        """The computation of a step has really ended: sleep until it has also ended by the declared time."""
+        now = self._clock()
+        factor = max([factor for factor, until in self._slow if now < until], default=1.0)
+        self._own_end_s = self._virtual_s + self.step_s * factor
+        left_s = self._base + self._own_end_s - now
+        if left_s > 0:
+            self._sleep(left_s)
+
+    def meet(self, comms: Comms) -> None:
+        """All devices have ended the step: the clock goes on to the latest of them."""
+        latest = torch.tensor([self._own_end_s], dtype=torch.float64)
+        comms.world.all_reduce(latest, "max")
+        end_s = float(latest)
+        self.billed_s += end_s - self._virtual_s
+        self._virtual_s = end_s
+        # Work after the bill (exchange, update) is absorbed by the next step's sleep; what is left then is lateness.
+        late_s = self._clock() - self._base - self._virtual_s
+        if late_s > self.step_s:
+            self.late_s += late_s - self.step_s
+            self._base += late_s - self.step_s
+
+    @property
+    def valid(self) -> bool:
+        """Whether real time kept up with the declared one."""
+        return self.late_s <= LATE_SHARE * max(self.billed_s, self.step_s)

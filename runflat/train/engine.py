@@ -1,0 +1,397 @@
+"""One device's model, optimizer and place in the data: built once, moved from plan to plan, stepped, saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import nn
+from transformers import AutoConfig, PreTrainedConfig
+
+from runflat.config import TrainSection
+from runflat.parallel.casts import lift_forward
+from runflat.parallel.comms import Comms, Group, Network
+from runflat.parallel.grad_sync import GradSync
+from runflat.parallel.loss import num_targets
+from runflat.parallel.move import ShardState, install_moments
+from runflat.parallel.optimizer import OptimizerSettings, build_optimizer
+from runflat.parallel.shard import ShardedModel, WeightSource, initial_weights, safetensors_weights
+from runflat.parallel.tp_plan import ShardingRules, build_meta_model, read_rules
+from runflat.plan.batch import micro_batches
+from runflat.plan.cost import device_memory
+from runflat.plan.plan import Place, Plan
+from runflat.plan.sync_groups import SyncLayout, sync_layout
+from runflat.plan.units import ModelSpec, param_ranges
+from runflat.train.checkpoint import Progress, ShardFile, check_model, open_checkpoint
+from runflat.train.data import Corpus, sample_hash
+from runflat.train.emulate import DeviceModel, Pace, step_seconds
+from runflat.train.shards import checkpoint_tensors, load_optimizer_state, write_shard
+from runflat.train.step import Scalars, StepResult, Trainer, apply, barrier
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+Held = dict[str, tuple[int, ...]]
+
+
+class Job(BaseModel):
+    """All that a worker is told at its start, as JSON: model, data, settings, and where its weights come from."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    hf_config: dict[str, Any]
+    attention: str | None
+    tp_full: int
+    seq_len: int
+    corpus: dict[str, Any] | None
+    train: TrainSection
+    run: str
+    from_dir: str | None = None
+    emulated: DeviceModel | None = None
+    memory_bytes: int | None = None
+    inject: list[dict[str, Any]] = []
+
+
+def hf_config(fields: Mapping[str, Any]) -> PreTrainedConfig:
+    """The transformers configuration with the given fields, `model_type` among them."""
+    rest = {key: value for key, value in fields.items() if key != "model_type"}
+    config: PreTrainedConfig = AutoConfig.for_model(fields["model_type"], **rest)
+    return config
+
+
+def optimizer_settings(train: TrainSection) -> OptimizerSettings:
+    """Optimizer settings of a configuration; a `clip_norm` of 0 does not clip."""
+    return OptimizerSettings(
+        lr=train.lr,
+        min_lr_ratio=train.min_lr_ratio,
+        schedule=train.schedule,
+        warmup_steps=train.warmup_steps,
+        total_steps=train.steps,
+        decay_steps=train.decay_steps,
+        weight_decay=train.weight_decay,
+        beta1=train.beta1,
+        beta2=train.beta2,
+        eps=train.eps,
+        clip_norm=train.clip_norm or None,
+    )
+
+
+def worker_device(index: int) -> torch.device:
+    """The GPU of a worker where there are GPUs, else the CPU."""
+    if torch.cuda.is_available():
+        device = torch.device("cuda", index % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        return device
+    return torch.device("cpu")
+
+
+@dataclass
+class Final:
+    """Gradients of `step` that are final on this device but not yet applied, with what it brings to the barrier."""
+
+    step: int
+    loss_sum: float
+    num_targets: int
+
+
+class Engine:
+    """The training state of one device.
+
+    `progress` is where it stands; `final` is set between the end of gradient sync and the commit of a step.
+    """
+
+    def __init__(self, job: Job, device: torch.device, phase: Callable[[str], None]):
+        """Read the model's rules; nothing of its size is allocated. `phase` is told each part of a step."""
+        self.job = job
+        self.device = device
+        self.dtype = DTYPES[job.train.dtype]
+        self.corpus = Corpus.from_json(job.corpus) if job.corpus else None
+        self.settings = optimizer_settings(job.train)
+        self.progress = Progress(0, 0, 0, "")
+        self.final: Final | None = None
+        self._computed: Final | None = None
+        self._phase = phase
+        self._meta = build_meta_model(hf_config(job.hf_config), self.dtype, job.attention)
+        self.rules: ShardingRules = read_rules(self._meta, job.tp_full)
+        self.sharded: ShardedModel | None = None
+        self.plan: Plan | None = None
+        self.place: Place | None = None
+        self._comms: Comms | None = None
+        self._entered = False
+        self.pace = Pace() if job.emulated else None
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model, as planning sees it."""
+        return self.rules.spec
+
+    # ---- from plan to plan
+
+    def memory_short(self, plan: Plan, place: Place) -> tuple[int, int] | None:
+        """(bytes that `plan` needs here, bytes that there are) where the latter are fewer; None where it fits.
+
+        The limit is the declared one, else what a GPU reports; main memory is not a device's own, so it has none.
+        """
+        limit = self.job.memory_bytes
+        if limit is None and self.device.type == "cuda":
+            limit = torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device)
+        if limit is None:
+            return None
+        replica = plan.replica(place[0])
+        size = min(replica.num_sequences, self.job.train.micro_batch)
+        need = device_memory(self.spec, replica, place[1], self.job.seq_len, size, self.dtype.itemsize).total_bytes
+        return (need, limit) if need > limit else None
+
+    def layout(self, plan: Plan) -> SyncLayout:
+        """Buckets and sync groups of `plan`."""
+        bucket_bytes = int(self.job.train.bucket_mb * (1 << 20))
+        return sync_layout(self.spec, plan, bucket_bytes, self.dtype.itemsize)
+
+    def build(self, plan: Plan, place: Place, checkpoint: str | None) -> None:
+        """Allocate the shard that `place` holds under `plan`, from `checkpoint`, a model directory, or the seed."""
+        held = plan.replica(place[0]).held(self.spec.kinds, place[1])
+        saved = open_checkpoint(Path(checkpoint)) if checkpoint else None
+        if saved is not None:
+            check_model(saved, self.spec)
+        source = self._source(checkpoint)
+        if self.sharded is None:
+            self._materialize(held, source)
+        else:
+            self.sharded.hold(held, self._read(source, held))
+        self.optimizer = build_optimizer(self.spec, self.params, self.settings)
+        self.progress = Progress(0, 0, 0, "")
+        if saved is not None:
+            ranges = {param.name: param_ranges(self.spec, param, held) for param in self.spec.params}
+            load_optimizer_state(self.optimizer, self.spec, self.params, ranges, saved)
+            self.progress = saved.progress
+        self.final = None
+
+    def _materialize(self, held: Held, source: WeightSource) -> None:
+        nobody = (0, 0)
+        alone = Group(0, "alone", (nobody,), nobody, None, Network())
+        self.sharded = ShardedModel(self._meta, self.rules, held, alone, source, self.dtype, self.device)
+        self.sharded.model.train()
+        if self.job.train.lift_casts:
+            lift_forward(self.sharded.model)
+
+    def _read(self, source: WeightSource, held: Held) -> dict[str, nn.Parameter]:
+        return {
+            param.name: nn.Parameter(
+                source(param, param_ranges(self.spec, param, held)).to(self.device, self.dtype).contiguous()
+            )
+            for param in self.spec.params
+        }
+
+    def _source(self, checkpoint: str | None) -> WeightSource:
+        if checkpoint:
+            return checkpoint_tensors(open_checkpoint(Path(checkpoint)), "weight")
+        if self.job.from_dir:
+            return safetensors_weights(Path(self.job.from_dir))
+        return initial_weights(self._meta, self.job.train.seed)
+
+    @property
+    def params(self) -> dict[str, nn.Parameter]:
+        """This device's shard, by full-model name."""
+        assert self.sharded is not None
+        return self.sharded.params
+
+    @property
+    def held(self) -> Held:
+        """Units per kind that the shard consists of."""
+        assert self.sharded is not None
+        return self.sharded.held
+
+    def adopt(self, held: Held, state: ShardState) -> None:
+        """Take over a shard of other units (the first one, on a newcomer), with its optimizer state."""
+        weights = state.tensors["weight"]
+        if self.sharded is None:
+            self._materialize(held, lambda param, ranges: weights[param.name])
+        else:
+            self.sharded.hold(held, {name: nn.Parameter(tensor) for name, tensor in weights.items()})
+        params = self.params
+        self.optimizer = build_optimizer(self.spec, params, self.settings)
+        if state.optimizer_step:
+            install_moments(self.optimizer, params, state)
+
+    def join(self, comms: Comms) -> None:
+        """From now on `comms` are the groups in force, though no step is run over them yet."""
+        self._comms = comms
+
+    def enter(self, plan: Plan, place: Place, comms: Comms) -> None:
+        """Work under `plan` from now on, over the groups of `comms`."""
+        assert self.sharded is not None
+        self.plan, self.place = plan, place
+        self.sharded.tp.group = comms.tp
+        self._comms = comms
+        self._trainer = Trainer(
+            self.sharded.model,
+            self.params,
+            GradSync(self.spec, plan, self.layout(plan), place, comms, self.params),
+            comms,
+            self.optimizer,
+            self.settings,
+            self.reports,
+            self._phase,
+        )
+        self._entered = True
+        if self.pace is not None:
+            self.pace.rebase(self._declared_step_s(plan, place))
+
+    def _declared_step_s(self, plan: Plan, place: Place) -> float:
+        assert self.job.emulated is not None
+        layout, micro_batch = self.layout(plan), self.job.train.micro_batch
+        return step_seconds(self.job.emulated, self.spec, plan, layout, place, self.job.seq_len, micro_batch)
+
+    def leave(self) -> list[Any]:
+        """Stop using the groups in force; returns them and what a collective in flight may still write to.
+
+        The caller keeps these alive until the groups are dropped.
+        """
+        kept: list[Any] = [self._comms] if self._comms is not None else []
+        if self._entered:
+            self._trainer.sync.close()
+            kept.append(self._trainer.sync)
+        self._comms, self._entered = None, False
+        return kept
+
+    # ---- a step
+
+    @property
+    def reports(self) -> bool:
+        """Whether this device speaks for its replica: its lowest live slot."""
+        assert self.plan is not None
+        assert self.place is not None
+        return self.place[1] == self.plan.replica(self.place[0]).live_slots[0]
+
+    def samples(self) -> tuple[int, int]:
+        """(first sample, count) of this replica's share of the next step, which begins anew."""
+        self.final = self._computed = None
+        assert self.plan is not None
+        assert self.place is not None
+        before = sum(r.num_sequences for r in self.plan.replicas if r.replica < self.place[0])
+        return self.progress.num_samples + before, self.plan.replica(self.place[0]).num_sequences
+
+    def compute(self) -> None:
+        """Forward and backward of the next step on the corpus; the exchange is under way when it returns."""
+        assert self.corpus is not None
+        first, count = self.samples()
+        parts = self.micro_batches(torch.from_numpy(self.corpus.train_sequences(first, count)))
+        for index, batch in enumerate(parts):
+            self._phase("forward")
+            loss = self._trainer.model(input_ids=batch, labels=batch, use_cache=False).loss
+            self.backward(loss, num_targets(batch), last=index == len(parts) - 1)
+
+    def backward(self, loss: torch.Tensor, num_targets: int, last: bool) -> None:
+        """Gradients of one micro-batch's loss sum; the first clears older ones, the `last` starts the exchange."""
+        if self._computed is None:
+            self._trainer.sync.zero()
+            self._computed = Final(self.progress.step, 0.0, 0)
+        if last:
+            self._trainer.sync.arm()
+        self._phase("backward")
+        loss.backward()
+        self._computed = Final(
+            self.progress.step,
+            self._computed.loss_sum + float(loss.detach()),
+            self._computed.num_targets + num_targets,
+        )
+        if last and self.pace is not None:
+            self.pace.computed()
+
+    def finish(self) -> None:
+        """Wait for the exchange: gradients of the next step are final on this device afterwards."""
+        self._phase("sync")
+        self._trainer.sync.finish()
+        self.final, self._computed = self._computed, None
+
+    def barrier(self, stop: bool, switch: bool) -> Scalars:
+        """The step's all-reduce: its result proves that all devices have final gradients."""
+        assert self.final is not None
+        self._phase("commit")
+        if self.pace is not None:
+            assert self._comms is not None
+            self.pace.meet(self._comms)
+        return barrier(self._trainer, self.final.loss_sum, self.final.num_targets, stop, switch)
+
+    def commit(self, scalars: Scalars) -> StepResult:
+        """Apply the step whose gradients are final, with the barrier's `scalars` (a peer's, when rolling forward)."""
+        assert self.final is not None
+        assert self.plan is not None
+        assert self.final.step == self.progress.step
+        assert self.sharded is not None
+        self._phase("update")
+        step, batch = self.progress.step, self.plan.num_sequences
+        result = apply(self.optimizer, self.sharded.params, self.settings, scalars, step)
+        used = range(self.progress.num_samples, self.progress.num_samples + batch)
+        self.progress = Progress(
+            step=step + 1,
+            optimizer_step=self.progress.optimizer_step + (not result.skipped),
+            num_samples=self.progress.num_samples + batch,
+            sample_hash=self._sample_hash(step, used),
+        )
+        self.final = None
+        return result
+
+    def _sample_hash(self, step: int, used: range) -> str:
+        if self.corpus is not None:
+            return self.corpus.sample_hash(self.progress.sample_hash, step, used)
+        return sample_hash(self.progress.sample_hash, step, [(number, number) for number in used])
+
+    def micro_batches(self, sequences: torch.Tensor) -> list[torch.Tensor]:
+        """`sequences` [B, T] in pieces of at most the configured micro-batch, on this worker's device."""
+        sizes = micro_batches(len(sequences), self.job.train.micro_batch)
+        return [part.to(self.device) for part in sequences.split(list(sizes))]
+
+    # ---- beside training
+
+    @property
+    def num_holdout(self) -> int:
+        """Held-out sequences; none where the loop brings its own data."""
+        return self.corpus.num_holdout if self.corpus else 0
+
+    @torch.no_grad()
+    def holdout_loss(self) -> float:
+        """Held-out loss in nats per token; each replica computes an equal part of the held-out set."""
+        assert self.plan is not None
+        assert self.place is not None
+        assert self.sharded is not None
+        assert self.corpus is not None
+        model = self.sharded.model
+        numbers = [replica.replica for replica in self.plan.replicas]
+        count, index, size = self.num_holdout, numbers.index(self.place[0]), len(numbers)
+        start, stop = index * count // size, (index + 1) * count // size
+        total = torch.zeros(2, dtype=torch.float64, device=self.device)
+        model.eval()
+        if stop > start:
+            for batch in self.micro_batches(torch.from_numpy(self.corpus.holdout(start, stop - start))):
+                loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+                total += torch.tensor([float(loss), num_targets(batch)], dtype=torch.float64, device=self.device)
+        model.train()
+        if not self.reports:
+            total.zero_()
+        assert self._comms is not None
+        self._comms.world.all_reduce(total)
+        return float(total[0] / total[1])
+
+    def save(self) -> tuple[Progress, ShardFile]:
+        """Write this device's shard of the state as of `progress`; only the controller publishes.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        assert self.plan is not None
+        assert self.place is not None
+        assert self.sharded is not None
+        self._phase("checkpoint")
+        run = Path(self.job.run)
+        shard = write_shard(
+            run, self.spec, self.plan, self.place, self.progress.step, self.sharded.params, self.optimizer
+        )
+        return self.progress, shard
+
+
+def progress_json(progress: Progress) -> dict[str, Any]:
+    """JSON form of where a run stands."""
+    return asdict(progress)

@@ -1,0 +1,94 @@
+"""Collectives and bytes as recorded on the way to the backend, against the plan and against an ordinary job."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+
+from runflat.check.small import PROOF_SET, proof_config
+from runflat.plan import sync_groups
+from runflat.plan.cost import device_traffic
+
+STEPS = 2
+
+
+def sent_bytes(collectives: list[tuple[str, int, int]]) -> float:
+    """Returns bytes sent: payload times the textbook factor of each collective."""
+    factors = {"all_reduce": 2.0, "all_to_all": 1.0}
+    return sum(factors[name] * payload * (n - 1) / n for name, payload, n in collectives)
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "healthy": {},
+    "one dead": {"dead": ((1, 2),)},
+    "both hurt": {"dead": ((0, 0), (1, 1), (1, 3)), "num_sequences": 9, "micro_batch": 1},
+    "down to one device": {"dead": ((0, 0), (0, 1), (0, 3))},
+    "three replicas": {"dead": ((0, 1), (2, 0), (2, 2)), "num_replicas": 3, "num_sequences": 7, "micro_batch": 3},
+    "one replica": {"num_replicas": 1, "num_sequences": 2},
+    "one device": {"num_replicas": 1, "num_sequences": 2, "tp": 1},
+}
+
+
+@pytest.mark.parametrize("exchange", [False, True], ids=["groups", "exchange"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_traffic_is_what_the_plan_says(jobs: Any, monkeypatch: pytest.MonkeyPatch, layout: str, exchange: bool) -> None:
+    """Catches a collective that the plan does not count, or a plan that counts one that is not launched."""
+    if exchange:
+        monkeypatch.setattr(sync_groups, "MAX_COMMUNICATORS", 2)
+    job, run = jobs
+    task = job(proof_config("llama-gqa4"), num_steps=STEPS, **LAYOUTS[layout])
+    ran = run(task)
+    assert bool(ran.layout.exchange) == (exchange and task.num_replicas > 1)
+    for place, state in ran.ranks.items():
+        said = device_traffic(ran.rules.spec, ran.plan, ran.layout, place, task.seq_len, task.micro_batch, 4)
+        assert len(state.collectives) == STEPS * said.num_collectives, place
+        assert sent_bytes(state.collectives) == pytest.approx(STEPS * said.total_bytes, rel=1e-12), place
+
+
+@pytest.mark.parametrize("model", PROOF_SET)
+def test_no_dead_slot_costs_what_an_ordinary_job_costs(jobs: Any, model: str) -> None:
+    """Catches overhead without failure: an extra collective or an extra byte against plain TP x DP.
+
+    Plain TP (Megatron): per micro-batch and layer two all-reduces forward and two backward over the hidden states, one
+    for the embedding, one for the LM head's input gradient, two for the vocabulary-parallel loss (largest logit; sum of
+    exponentials and target logit). Plain DP: one all-reduce of the shard's gradients (one bucket here), one of the
+    replicated parameters, one of the step's seven scalars.
+    """
+    job, run = jobs
+    config = proof_config(model, num_key_value_heads=16)
+    task = job(config, num_sequences=8, micro_batch=2, bucket_bytes=1 << 40)
+    ran = run(task)
+    tokens, layers, micro_batches = 2 * task.seq_len, config.num_hidden_layers, 2
+    hidden_bytes, targets = 4 * tokens * config.hidden_size, 2 * (task.seq_len - 1)
+    for state in ran.ranks.values():
+        weights = state.tensors["weights"]
+        split = {param.name for param in ran.rules.spec.params if param.rule == "sharded"}
+        own = sum(4 * tensor.numel() for name, tensor in weights.items() if name in split)
+        replicated = sum(4 * tensor.numel() for name, tensor in weights.items() if name not in split)
+        expected: Counter[tuple[str, int, int]] = Counter()
+        expected["all_reduce", hidden_bytes, 4] += micro_batches * (4 * layers + 2)
+        expected["all_reduce", 4 * targets, 4] += micro_batches
+        expected["all_reduce", 2 * 4 * targets, 4] += micro_batches
+        expected["all_reduce", own, 2] += 1
+        expected["all_reduce", replicated, 8] += 1
+        expected["all_reduce", 7 * 8, 8] += 1
+        assert Counter(state.collectives) == expected
+
+
+def test_gradients_are_buckets_where_nobody_is_dead(jobs: Any) -> None:
+    """Catches a gradient that is copied into its bucket although it could be a view of it."""
+    job, run = jobs
+    copied: list[int] = []
+
+    def around(model: torch.nn.Module, steps: Any) -> None:
+        steps()
+        storages = {param.grad.untyped_storage().data_ptr() for param in model.parameters() if param.grad is not None}
+        copied.append(len(storages))
+
+    ran = run(job(proof_config("phi3", num_key_value_heads=16)), around)
+    # One storage for each bucket of the device and one for the replicated parameters: no tensor of its own.
+    buckets = {len(ran.layout.of(place)) + 1 for place in ran.plan.places}
+    assert set(copied) == buckets
