@@ -7,8 +7,8 @@ command line, so that a recorded run can be replayed and a failure trace can be 
      {"event": "return", "device": "1:2", "step": 8}]
 
 An event says what (``event``), where (``device``, or ``node`` for a whole node or domain) and when (``time_s`` since
-the start, or ``step`` with an optional ``phase``; a recorded event may have both). A row that carries the key ``record`` instead of ``event`` is
-another note of the runtime (a plan, an incident, a summary) and is passed over by the readers.
+the start, or ``step`` with an optional ``phase``; a recorded event may have both). A row that carries the key
+``record`` instead of ``event`` is another note of the runtime (a plan, an incident, a summary); readers pass over it.
 """
 
 from __future__ import annotations
