@@ -22,9 +22,12 @@ FIELD_OF_PHASE: Mapping[str, str] = {
 }
 """Which cost a phase of an incident belongs to."""
 
+NO_COST = frozenset({"start", "replay"})
+"""Phases that a simulation works out by itself."""
+
 
 def read_incidents(paths: Iterable[Path]) -> list[Mapping[str, float]]:
-    """Seconds per phase of each incident in the given ``events.jsonl`` files.
+    """Seconds per phase of each incident and each return in the given ``events.jsonl`` files.
 
     Raises:
         TraceError: for a file that cannot be read or a row that is no JSON object.
@@ -40,12 +43,22 @@ def read_incidents(paths: Iterable[Path]) -> list[Mapping[str, float]]:
                 row = json.loads(line) if line.strip() else {}
             except json.JSONDecodeError as error:
                 raise TraceError(f"{path}, row {number}: not JSON ({error.msg})") from None
-            if isinstance(row, dict) and row.get("record") == "incident":
-                phases = row.get("phases_s")
-                if not isinstance(phases, dict):
-                    raise TraceError(f"{path}, row {number}: an incident needs 'phases_s', seconds by phase")
-                found.append({str(name): float(seconds) for name, seconds in phases.items()})
+            record = row.get("record") if isinstance(row, dict) else None
+            if record == "incident":
+                found.append(_seconds(row, "phases_s", f"{path}, row {number}"))
+            elif record == "change" and row.get("joined"):
+                # Before it joins a device warms up while training goes on; only the last part stops it.
+                warm_up_s = sum(_seconds(row, "stages_s", f"{path}, row {number}").values())
+                found.append({"join": float(row.get("stopped_s", 0.0)), "copy": warm_up_s})
     return found
+
+
+def _seconds(row: Mapping[str, object], key: str, where: str) -> Mapping[str, float]:
+    """Seconds by name under ``key``."""
+    values = row.get(key)
+    if not isinstance(values, dict) or not all(isinstance(value, int | float) for value in values.values()):
+        raise TraceError(f"{where}: needs {key!r}, seconds by name")
+    return {str(name): float(value) for name, value in values.items()}
 
 
 def measured_recovery(incidents: Sequence[Mapping[str, float]], base: RecoveryConfig) -> RecoveryConfig:
@@ -62,6 +75,8 @@ def measured_recovery(incidents: Sequence[Mapping[str, float]], base: RecoveryCo
     for phases in incidents:
         totals: dict[str, float] = {}
         for name, seconds in phases.items():
+            if name in NO_COST:
+                continue
             field = FIELD_OF_PHASE.get(name)
             if field is None:
                 raise TraceError(f"an incident has the unknown phase {name!r}; known: {', '.join(FIELD_OF_PHASE)}")

@@ -21,11 +21,15 @@ def test_costs_are_the_medians_of_measured_phases(tmp_path: Path) -> None:
         {"detect": 0.1, "abort": 0.02, "barrier": 0.03, "form": 0.1, "digest": 0.05, "transfer": 0.3},
         {"detect": 0.3, "abort": 0.02, "form": 0.2},
         {"detect": 0.2, "form": 0.3, "transfer": 0.5},
-        {"join": 0.25, "import": 4.0, "selftest": 0.5},
+        {"start": 9.0, "replay": 9.0},
     ]
     for number, seconds in enumerate(phases):
         incident = Incident(number=number, device="0:0", cause="kill", started_s=1.0, strategy="ntp", phases_s=seconds)
         append_json_line(path, incident.to_json())
+    append_json_line(
+        path, {"record": "change", "joined": ["0:0"], "stages_s": {"copy": 4.0, "warm": 0.5}, "stopped_s": 0.25}
+    )
+    append_json_line(path, {"record": "change", "joined": [], "stages_s": {}, "stopped_s": 9.0})
     append_json_line(path, {"event": "kill", "device": "0:0", "time_s": 1.0})
     costs = measured_recovery(read_incidents([path]), RecoveryConfig(restart_s=77))
     assert costs.detect_s == pytest.approx(0.2)
@@ -37,7 +41,7 @@ def test_costs_are_the_medians_of_measured_phases(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('{"record": "incident"}', "row 1: an incident needs 'phases_s'"),
+        ('{"record": "incident"}', "row 1: needs 'phases_s'"),
         ("{", "row 1: not JSON"),
         (json.dumps({"record": "incident", "phases_s": {"lunch": 1}}), "unknown phase 'lunch'"),
     ],
