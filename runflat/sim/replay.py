@@ -15,6 +15,7 @@ from runflat.plan.strategies import Decision, JobFacts, Place, decide
 from runflat.sim.config import SimConfig, parse_candidate
 from runflat.sim.experiment import build_job, healthy_sequences_per_s
 from runflat.sim.job import Totals
+from runflat.sim.perf_times import job_times
 from runflat.sim.times import Times
 
 PHASE_PARTS: Mapping[str | None, float] = {
@@ -76,6 +77,7 @@ def replay(
         TraceError: for an event about a device that the job does not hold, or a job that never gets there.
     """
     config = config.model_copy(update={"repack": False})
+    times = times or job_times(config)
     job = build_job(config, candidate, times=times)
     topology = config.topology
     health = Health(tuple(topology.device_id(number) for number in range(topology.num_devices)))
@@ -90,7 +92,9 @@ def replay(
         (job.fail if due.failed else job.back)(when[index], due.devices)
         names = [topology.device_id(device) for device in due.devices]
         health = Health(health.devices, health.failed.union(names) if due.failed else health.failed.difference(names))
-        decisions.append((job.steps, _decide(config, candidate, health, decisions[-1][1] if decisions else None)))
+        decisions.append(
+            (job.steps, _decide(config, candidate, times, health, decisions[-1][1] if decisions else None))
+        )
     wall_s = job.time_at(num_steps)
     if wall_s == float("inf"):
         raise TraceError(f"after the last event nothing can run, so step {num_steps} is never reached: add a 'return'")
@@ -100,7 +104,7 @@ def replay(
     return ReplayResult(totals=totals, decisions=tuple(decisions), wall_s=wall_s, goodput=totals.sequences / possible)
 
 
-def _decide(config: SimConfig, candidate: str, health: Health, previous: Decision | None) -> Decision:
+def _decide(config: SimConfig, candidate: str, times: Times, health: Health, previous: Decision | None) -> Decision:
     """The decision that the runtime takes at this health."""
     topology = config.topology
     facts = JobFacts(
@@ -117,7 +121,21 @@ def _decide(config: SimConfig, candidate: str, health: Health, previous: Decisio
         for replica in range(topology.dp)
         for slot in range(topology.tp_full * topology.pp)
     }
-    return decide(facts, health, parse_candidate(candidate)[0], placement=placement, previous=previous)
+
+    def seconds(replica: int, dead: tuple[int, ...]) -> float:
+        line = times.line(facts.most_hit(dead))
+        assert line is not None
+        return line.per_sequence_s
+
+    return decide(
+        facts,
+        health,
+        parse_candidate(candidate)[0],
+        placement=placement,
+        seconds=seconds,
+        fits_memory=lambda degree: times.fits(topology.tp_full - degree),
+        previous=previous,
+    )
 
 
 def _due(config: SimConfig, events: Sequence[Event], parts: Mapping[str | None, float]) -> list[_Due]:
