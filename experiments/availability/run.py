@@ -41,7 +41,10 @@ def compute(draws: int = 1000) -> Claim:
         results = [whole_groups(question(tp), share, draws=draws, rng=rng) for share in SHARES]
         found = [share.mean for _, share in results]
         formula = [availability(failed, tp) for failed, _ in results]
-        lines += [line(f"TP {tp}, placed", SHARES, found, "o"), line(f"TP {tp}, formula", SHARES, formula, "-")]
+        lines += [
+            line(f"TP {tp}, placed", SHARES, found, "o"),
+            line(f"TP {tp}, formula", SHARES, formula, "-", f"TP {tp}, placed"),
+        ]
         rows += [
             near(f"TP {tp} at {100 * share:g} % failed", wanted, ours, 0.001, "closed form")
             for share, wanted, ours in zip(SHARES, formula, found, strict=True)

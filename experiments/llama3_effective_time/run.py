@@ -59,7 +59,7 @@ def compute(draws: int = 20) -> Claim:
         near(f"{minutes:g} min restarts", wanted, ours, 0.006, "1 - rate x (restart + half an interval)")
         for minutes, wanted, ours in zip(RESTARTS_MIN, formula, effective, strict=True)
     ]
-    lines = [line("simulated", RESTARTS_MIN, effective, "o"), line("formula", RESTARTS_MIN, formula, "-")]
+    lines = [line("simulated", RESTARTS_MIN, effective, "o"), line("formula", RESTARTS_MIN, formula, "-", "simulated")]
     return Claim(
         name="llama3_effective_time",
         rows=tuple(rows),

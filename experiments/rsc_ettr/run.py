@@ -60,7 +60,7 @@ def compute(draws: int = 20) -> Claim:
     ]  # fmt: skip
     (fast,) = run_all(question(16_384, draws, 300.0, 300.0), record=False)
     rows.append(near("ETTR at 16,384 GPUs, 5 min saves and restarts", 0.931, fast.throughput.mean, 0.01, SOURCE))
-    lines = [line("simulated", SIZES, ours, "o"), line("formula", SIZES, formula, "-")]
+    lines = [line("simulated", SIZES, ours, "o"), line("formula", SIZES, formula, "-", "simulated")]
     return Claim(
         name="rsc_ettr",
         rows=tuple(rows),

@@ -68,7 +68,7 @@ def compute(draws: int = 200) -> Claim:
              "closed form, TP 28 alone")
     )  # fmt: skip
     lines = [line(f"{name}, placed", SHARES, found[name], "o") for name in found]
-    lines += [line(f"{name}, formula", SHARES, formulas[name], "-") for name in found]
+    lines += [line(f"{name}, formula", SHARES, formulas[name], "-", f"{name}, placed") for name in found]
     return Claim(
         name="throughput_loss",
         rows=tuple(rows),

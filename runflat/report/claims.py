@@ -63,9 +63,9 @@ def claim_table(rows: Sequence[Row]) -> str:
     return "\n".join([columns([head, *body]), *notes])
 
 
-def line(label: str, x: Sequence[float], y: Sequence[float], style: str = "o-") -> dict[str, object]:
-    """One line of a figure."""
-    return {"label": label, "x": list(x), "y": list(y), "style": style}
+def line(label: str, x: Sequence[float], y: Sequence[float], style: str = "o-", like: str = "") -> dict[str, object]:
+    """One line of a figure; ``like`` is the label of an earlier line whose color it takes."""
+    return {"label": label, "x": list(x), "y": list(y), "style": style, "like": like}
 
 
 def figure(

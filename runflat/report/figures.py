@@ -110,14 +110,20 @@ def trace_figure(result: Path, path: Path) -> Path:
 def lines_figure(result: Path, path: Path) -> Path:
     """Lines of a result file with the keys ``title``, ``x_label``, ``y_label`` and ``lines``.
 
-    Each line has ``label``, ``x``, ``y`` and may have ``low``, ``high`` (a band) and ``style`` (of matplotlib).
+    Each line has ``label``, ``x``, ``y`` and may have ``low``, ``high`` (a band), ``style`` (of matplotlib)
+    and ``like``, the label of an earlier line whose color it takes.
     """
     data = _read(result)["figure"]
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     lines: Sequence[Results] = data["lines"]
+    colors: dict[str, Any] = {}
     for line in lines:
-        (drawn,) = axes.plot(line["x"], line["y"], line.get("style", "-"), label=line["label"], markersize=4)
+        # What is drawn twice, as points and as a formula, has one color.
+        color = colors.get(line.get("like", ""))
+        style = line.get("style", "-")
+        (drawn,) = axes.plot(line["x"], line["y"], style, label=line["label"], markersize=4, color=color)
+        colors[line["label"]] = drawn.get_color()
         if "low" in line:
             axes.fill_between(line["x"], line["low"], line["high"], alpha=0.15, color=drawn.get_color(), linewidth=0)
     axes.set(title=data["title"], xlabel=data["x_label"], ylabel=data["y_label"])

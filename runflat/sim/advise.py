@@ -49,6 +49,27 @@ class Option:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Shift:
+    """What would be best if something were otherwise."""
+
+    words: str
+    """What was changed."""
+    chain: str
+    spare_domains: int
+    same: bool
+    """Whether the advice given is then as good, but for chance."""
+
+
+def as_good(first: Option, second: Option) -> bool:
+    """Whether two options cannot be told apart: their goodput differs by at most two standard errors.
+
+    Both are taken as independent, which errs on the side of doubt where they met the same failures.
+    """
+    one, two = first.result.goodput, second.result.goodput
+    return abs(one.mean - two.mean) <= 2 * float((one.error**2 + two.error**2) ** 0.5)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
     """The answer."""
 
@@ -61,11 +82,15 @@ class Advice:
     """Device-hours a month that the power headroom is worth; None without power in the question."""
     headrooms: tuple[tuple[float, tuple[float, ...]], ...]
     """(maximum over nominal power, goodput without spares at each of :data:`EXPONENTS`); empty without power."""
-    shifts: tuple[tuple[str, str, int], ...]
-    """(what was changed, best chain then, its spare domains)."""
+    shifts: tuple[Shift, ...]
 
     no_pause: SpareNeed | None
     """Capped: spare domains of the best chain for :data:`NO_PAUSE`."""
+
+    @property
+    def rivals(self) -> tuple[Option, ...]:
+        """Options that chance alone does not tell from the best."""
+        return tuple(option for option in self.options[1:] if as_good(option, self.best))
 
     @property
     def saved_h(self) -> float:
@@ -103,7 +128,7 @@ class Advice:
                 for headroom, goodputs in self.headrooms
             ],
             "spare_domains_without_pause": self.no_pause and asdict(self.no_pause),
-            "shifts": [{"if": what, "chain": chain, "spare_domains": n} for what, chain, n in self.shifts],
+            "shifts": [asdict(shift) for shift in self.shifts],
         }
 
 
@@ -148,9 +173,9 @@ def advise(config: SimConfig) -> Advice:
         for option in options
         if option.chain == "restart" and option.spare_domains in (config.cluster.spare_domains, 0)
     )
+    best = options[0]
     boost_h = None
     if config.power is not None:
-        best = options[0]
         plain = best.chain.replace("+boost", "")
         (without,) = run_all(_with_spares(config, best.spare_domains, (plain,)), record=False)
         boost_h = (best.result.goodput.mean - without.goodput.mean) * best.result.num_devices * MONTH_H
@@ -158,8 +183,10 @@ def advise(config: SimConfig) -> Advice:
     shifts = []
     if config.failures is not None:
         for words, axis, factor in SHIFTS:
-            best = _options(varied(fewer, axis, factor), boost=config.power is not None)[0]
-            shifts.append((words, best.chain, best.spare_domains))
+            there = _options(varied(fewer, axis, factor), boost=config.power is not None)
+            ours = next(o for o in there if (o.chain, o.spare_domains) == (best.chain, best.spare_domains))
+            same = as_good(ours, there[0])
+            shifts.append(Shift(words=words, chain=there[0].chain, spare_domains=there[0].spare_domains, same=same))
     need = None
     if config.rule is BatchRule.CAPPED:
         need = spare_domains_for(config, options[0].chain, NO_PAUSE)
@@ -213,9 +240,12 @@ def advice_text(config: SimConfig, advice: Advice) -> str:
             f"Fixed batch: {advice.no_pause.spare_domains} spare domain(s) for {100 * NO_PAUSE:g} % of draws without a "
             f"pause ({percent(advice.no_pause.without_pause, 0)} % of {config.seeds} had none)."
         )
-    for words, chain, spares in advice.shifts:
-        same = chain == best.chain and spares == best.spare_domains
-        lines.append(f"With {words}: " + ("the same advice." if same else f"{chain} with {spares} spare domain(s)."))
+    if advice.rivals:
+        names = "; ".join(f"{option.chain} with {option.spare_domains}" for option in advice.rivals[:4])
+        lines.append(f"Within two standard errors as good: {names}. More draws (--seeds) would tell them apart.")
+    for shift in advice.shifts:
+        other = f"{shift.chain} with {shift.spare_domains} spare domain(s)."
+        lines.append(f"With {shift.words}: " + ("the same advice." if shift.same else other))
     rows = [["chain", "spare domains", "goodput %", "+-", "device-h lost a month"]]
     rows += [
         [

@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from runflat.cluster.ledger import Category
 from runflat.errors import ConfigError
 from runflat.plan.strategies import Strategy
-from runflat.sim.advise import advice_text, advise
+from runflat.sim.advise import advice_text, advise, as_good
 from runflat.sim.config import load_config, parse_candidate
+from runflat.sim.experiment import run_all
 from runflat.sim.presets import preset, preset_names
 from runflat.sim.sweep import Axis, sweep, sweep_table, varied
 
@@ -43,6 +45,29 @@ def test_a_file_is_a_question(tmp_path: Path) -> None:
     path.write_text(TOML.replace('name = "mine"', 'trace = "t.csv"'))
     with pytest.raises(ConfigError, match="not both"):
         load_config(path)
+
+
+def test_the_example_is_a_question_that_is_answered() -> None:
+    """Catches an example file that has drifted from the configuration."""
+    config = load_config(Path(__file__).parents[2] / "examples" / "cluster.toml")
+    results = run_all(config.model_copy(update={"seeds": 2}), record=False)
+    assert all(0.5 < result.goodput.mean < 1 for result in results)
+    assert config.topology.num_job_devices == 512
+
+
+def test_a_recorded_trace_of_nodes_drives_a_simulation(tmp_path: Path) -> None:
+    """Catches a trace path that is not found beside its file, and node rows that hit one device only."""
+    (tmp_path / "faults.csv").write_text("time_s,duration_s,device\n3600,7200,a\n86400,,b\n")
+    path = tmp_path / "q.toml"
+    source = 'trace = "faults.csv"\ntrace_node_size = 4\n'
+    path.write_text(
+        source + 'strategies = ["drop"]\nrule = "flexible"\n[job]\ntp = 4\ndp = 4\n[cluster]\ndomain_size = 4\n'
+    )
+    config = load_config(path)
+    (result,) = run_all(config, record=False)
+    # 24 hours are recorded; in two of them one of four replicas is out.
+    assert result.device_hours == pytest.approx(16 * 24)
+    assert result.ledger.share(Category.FAILED) == pytest.approx(2 / 24 / 4)
 
 
 @pytest.mark.parametrize(
@@ -141,6 +166,17 @@ def test_advice_names_chain_spares_worth_and_doubt() -> None:
     for words in (advice.best.chain, "device-hours a month", "at 2 per device-hour", "standard error", "With twice"):
         assert words in text
     assert advice.to_json()["saved_device_h_per_month"] == advice.saved_h
+
+
+def test_options_that_chance_does_not_tell_apart_are_said() -> None:
+    """Catches advice that is surer than its draws: four draws of a few failures leave doubt."""
+    config = preset("lab").model_copy(update={"seeds": 4, "days": 200.0})
+    advice = advise(config)
+    assert advice.rivals
+    assert "as good" in advice_text(config, advice)
+    assert as_good(advice.best, advice.best)
+    far = next(option for option in advice.options if option.spare_domains > 0)
+    assert not as_good(advice.best, far) or far.result.goodput.error > 0
 
 
 def test_advice_counts_power_headroom_and_left_over_devices() -> None:
