@@ -13,6 +13,7 @@ COMMANDS = {
     "plan": "what each device holds, sends and needs, for a model and its dead slots",
     "verify": "prove on your model that a step with dead slots equals the unsharded step",
     "train": "train a causal LM with replicas of different tensor-parallel degree",
+    "demo": "lose a worker in the middle of a step, train on, take it back, and compare",
     "diff": "compare two checkpoints of any layouts, tensor by tensor",
 }
 """Commands by name, with the line that `runflat --help` prints; each is `main(argv)` of a module in `commands`."""

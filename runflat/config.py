@@ -163,6 +163,8 @@ class TrainSection(Section):
 
     steps: int = Field(default=100, ge=1)
     """Optimizer steps of the whole run."""
+    stop_after: int = Field(default=0, ge=0)
+    """End after this many steps although the schedule is that of train.steps; 0 does all of them."""
     global_batch: int = Field(default=8, ge=1)
     """Sequences per step over all replicas."""
     micro_batch: int = Field(default=8, ge=1)

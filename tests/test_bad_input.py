@@ -1,12 +1,16 @@
 """Bad input as a table: each line is one paragraph that names the value, the limit and the way out."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from runflat.cli import run as runflat
 from runflat.config import TrainConfig, load_config
 from runflat.errors import ConfigError, DataError, UserError
+from runflat.presets import read_preset
 from runflat.train.data import Corpus, prepare
 
 CONFIGS = {
@@ -134,3 +138,115 @@ def test_bad_data(case: str, tmp_path: Path) -> None:
 def test_defaults_are_valid() -> None:
     """Catches checks that refuse everything, which would make the tables above pass."""
     assert TrainConfig().layout.num_devices == 1
+
+
+TRAIN: dict[str, tuple[str, list[str]]] = {
+    "unknown flag": ("--layout.tpp 2", ["--layout.tpp", "--layout.tp"]),
+    "text for a number": ("--layout.tp four", ["--layout.tp", "'four'"]),
+    "fraction for a number": ("--train.steps 1e3", ["--train.steps", "'1e3'"]),
+    "no choice": ("--train.dtype bf16", ["--train.dtype", "float32", "float64"]),
+    "flag without its value": ("--model.preset", ["--model.preset", "Missing value"]),
+    "unknown key in a file": ("bad.toml", ["bad.toml", "train.stepz", "train.steps"]),
+    "no such file": ("gone.toml", ["gone.toml", "No such file"]),
+    "a folder for a file": ("text", ["text", "cannot be read"]),
+    "degree above the heads": ("--layout.tp 9", ["TP 9", "4 units of kind 'head'", "at most 4"]),
+    "dead slot that does not exist": ("--layout.tp 2 --layout.dead 0:5", ["0:5", "0:0 to 0:1"]),
+    "all slots of a replica dead": ("--layout.dead 0:0", ["all 1 slots of replica 0"]),
+    "fewer sequences than replicas": (
+        "--layout.replicas 2 --train.global-batch 1",
+        ["train.global_batch is 1", "2 replicas"],
+    ),
+    "no readable text": ("--data.paths binary", ["None of the 1 files", "binary.txt", "data.paths"]),
+    "no such text": ("--data.paths gone", ["gone", "neither a file nor a folder"]),
+    "too little text": ("--data.seq-len 4000", ["tokens, too few for 2 sequences", "data.seq_len"]),
+    "no tokenizer": ("--data.tokenizer gone", ["data.tokenizer is gone", "cannot be read"]),
+    "unknown architecture": ("--model.arch nonsense", ["nonsense", "llama", "qwen2"]),
+    "architecture without a plan": ("--model.arch bloom --model.num-layers 1", ["BloomForCausalLM has no tensor-par"]),
+    "mixture of experts": ("--model.arch mixtral --model.num-layers 1", ["MixtralForCausalLM", "mixture-of-experts"]),
+    "norm over all heads": ("--model.arch olmo2 --model.num-layers 1", ["Olmo2ForCausalLM", "q_proj", "norm"]),
+    "dropout": ("--model.dir dropout", ["attention_dropout is 0.1", "set it to 0"]),
+    "no such model": ("--model.dir gone", ["the model directory gone does not exist", "config.json"]),
+    "a folder without a model": ("--model.dir text", ["text", "model directory"]),
+    "a model without a type": ("--model.dir typeless", ["typeless", "no model_type"]),
+    "a damaged model": ("--model.dir damaged", ["damaged", "config.json", "cannot be read"]),
+    "an activation that does not exist": ("--model.dir activation", ["cannot build", "nonsense"]),
+    "text for a size": ("--model.dir wordy", ["hidden_size", "'big'"]),
+    "no heads": ("--model.dir headless", ["headless"]),
+    "heads do not divide the width": ("--model.num-heads 6", ["64", "not a multiple", "6"]),
+    "KV heads do not divide the heads": ("--model.num-kv-heads 3", ["4 query heads", "3 KV heads"]),
+    "no weights to start from": ("--model.from-dir gone", ["the model directory gone does not exist"]),
+    "a file for a run": ("--run file.txt", ["the folder file.txt cannot be made", "--run"]),
+    "a run that is there": ("--run old", ["old holds a run already", "--resume old"]),
+    "resume of nothing": ("--resume gone", ["gone cannot be resumed", "config.json"]),
+    "resume without a checkpoint": ("--resume old", ["old has no checkpoint", "no folder step-N"]),
+    "resume of a corrupt checkpoint": ("--resume corrupt", ["no checkpoint of corrupt is whole", "index.json"]),
+}
+
+
+def write_inputs(folder: Path) -> None:
+    """Everything that the table of `train` names, `gone` excepted."""
+    text = folder / "text"
+    text.mkdir()
+    (text / "a.txt").write_text("some words\n" * 500, encoding="utf-8")
+    (folder / "binary").mkdir()
+    (folder / "binary" / "binary.txt").write_bytes(b"a\0b" * 100)
+    (folder / "bad.toml").write_text("[train]\nstepz = 3", encoding="utf-8")
+    (folder / "file.txt").write_text("a file", encoding="utf-8")
+    tiny = read_preset("tiny")
+    models: dict[str, dict[str, Any]] = {
+        "dropout": tiny | {"attention_dropout": 0.1},
+        "typeless": {"hidden_size": 64},
+        "activation": tiny | {"hidden_act": "nonsense"},
+        "wordy": tiny | {"hidden_size": "big"},
+        "headless": tiny | {"num_attention_heads": 0},
+        "damaged": {},
+    }
+    for name, fields in models.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(fields) if fields else "{", encoding="utf-8")
+    for name in ("old", "corrupt"):
+        (folder / name / "checkpoints").mkdir(parents=True)
+        (folder / name / "steps.jsonl").write_text("", encoding="utf-8")
+        (folder / name / "config.json").write_text(TrainConfig().model_dump_json(), encoding="utf-8")
+    (folder / "corrupt" / "checkpoints" / "step-00000002").mkdir()
+
+
+@pytest.mark.parametrize("case", TRAIN)
+def test_bad_command_line(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a traceback, another exit code than 2, or a run that starts on what the user did not ask for."""
+    monkeypatch.chdir(tmp_path)
+    write_inputs(tmp_path)
+    flags, parts = TRAIN[case]
+    # The case's own flags come last, but for a file, which must come first.
+    data = [] if "--data.paths" in flags else ["--data.paths", "text"]
+    run = [] if "--run" in flags or "--resume" in flags else ["--run", "new"]
+    try:
+        code = runflat(["train", *flags.split(), *run, *data])
+    except SystemExit as ended:  # the parser of flags
+        code = ended.code if isinstance(ended.code, int) else -1
+    shown = capsys.readouterr()
+    assert code == 2, shown.err
+    assert "Traceback" not in shown.err
+    assert "\n\n" not in shown.err.strip()
+    assert shown.out == ""
+    message = " ".join(shown.err.split())
+    for part in parts:
+        assert part in message
+    assert not (tmp_path / "new" / "steps.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "part"),
+    [
+        (["tain"], 2, "no command 'tain'; the commands are"),
+        ([], 2, ""),
+        (["--help"], 0, ""),
+        (["--version"], 0, ""),
+    ],
+)
+def test_front(arguments: list[str], code: int, part: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a mistyped command that ends well, or in a traceback."""
+    assert runflat(arguments) == code
+    assert part in capsys.readouterr().err

@@ -44,10 +44,20 @@ class ProgressView:
         """Print a line above the progress line."""
         self.console.print(text, markup=False)
 
+    def waiting(self, text: str | None) -> None:
+        """Show what has been waited for longer than a second; None when that is over."""
+        if self._live:
+            self._live.update(self._task, description=text or "going on")
+        elif text and time.monotonic() - self._last_plain >= 1.0:
+            self._last_plain = time.monotonic()
+            self.say(text)
+
     def step(self, record: Mapping[str, Any]) -> None:
         """Show a finished step."""
-        self._recent.append(record["step_s"])
         done = record["step"] + 1
+        if record["step_s"] is None or record["loss"] is None:
+            return  # whoever would have reported it is gone; the step counts all the same
+        self._recent.append(record["step_s"])
         left_s = sum(self._recent) / len(self._recent) * (self._total - done)
         note = "  not finite: skipped" if record["skipped"] else ""
         text = (

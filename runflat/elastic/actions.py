@@ -101,11 +101,15 @@ class Reply:
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan was decided. The books go back to `resume.committed` where they are further."""
+    """A plan was decided. The books go back to `resume.committed` where they are further.
+
+    `scalars` are those of step `resume.committed - 1`, for the case that its reports were lost.
+    """
 
     plan: Plan
     resume: Resume
     reason: str
+    scalars: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True)

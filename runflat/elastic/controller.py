@@ -1,235 +1,327 @@
-"""Keeps the books of a run: what workers report becomes steps.jsonl, published checkpoints and summary.json.
-
-Only this process publishes checkpoints, and it checks that every sample of every step was used exactly once.
-"""
+"""The executor: hears the workers, lets `protocol` decide, carries the actions out, keeps books, journal and ledger."""
 
 from __future__ import annotations
 
-import json
 import signal
-import statistics
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-from runflat.elastic.launch_local import LocalWorkers
+from runflat.cluster.events import Event, EventKind
+from runflat.elastic.actions import (
+    Action,
+    Asked,
+    Begin,
+    Closed,
+    Finish,
+    Grew,
+    Happening,
+    Heard,
+    Kill,
+    Planned,
+    Published,
+    Reply,
+    Say,
+    Send,
+    Start,
+    StopAsked,
+    Tick,
+    Took,
+)
+from runflat.elastic.books import Books, View
+from runflat.elastic.inject import Script
+from runflat.elastic.journal import Journal, change_line, change_to_json, closed_line, incident_to_json, ledger_table
+from runflat.elastic.messages import Commit, Message, Shard, StepReport, Struck
+from runflat.elastic.meter import Meter
+from runflat.elastic.orders import Order
+from runflat.elastic.protocol import decide
+from runflat.elastic.requests import Inbox
+from runflat.elastic.state import Stage, Standing, State
+from runflat.elastic.watch import waits
 from runflat.errors import ConfigError, RunError, UserError
-from runflat.plan.plan import Plan
-from runflat.plan.units import ModelSpec
-from runflat.train.checkpoint import Progress, ShardFile, discard, publish, save_failed, shard_from_json
-from runflat.train.data import Corpus
 
-START_TIMEOUT_S = 300.0
-"""Longest wait for all workers to be ready."""
+TICK_S = 0.25
+DEVICES_EVERY_S = 0.5
+"""Least time between two versions of devices.json, except at a change."""
+LEDGER_EVERY_S = 30.0
 GRACE_S = 2.0
-"""After a first error: how long to listen for the one that caused it."""
+"""At the end: how long workers that were told to leave may take."""
+BY_SCRIPT = "script"
 
 
-class View(Protocol):
-    """Who watches the run: a progress line, or nobody."""
+class Workers(Protocol):
+    """A launcher: starts, reaches and ends the processes of the devices."""
 
-    def step(self, record: Mapping[str, Any]) -> None:
-        """A step is complete; `record` is its line of steps.jsonl."""
+    def start(self, device: str, incarnation: int) -> None:
+        """Start a process for a device."""
 
-    def say(self, text: str) -> None:
-        """Something worth a line happened."""
+    def send(self, device: str, order: Order) -> None:
+        """Give an order to a device's present process."""
+
+    def messages(self, timeout_s: float) -> Iterator[tuple[str, int, Message]]:
+        """(device, incarnation, message) of all that arrives within `timeout_s`."""
+
+    def kill(self, device: str) -> None:
+        """SIGKILL, if the launcher can."""
+
+    def signal(self, device: str, number: signal.Signals) -> None:
+        """Any other signal."""
+
+    def pid(self, device: str) -> int | None:
+        """Process id on this machine, if it has one."""
+
+    def forget(self, event: Mapping[str, Any]) -> None:
+        """An injected event has struck."""
+
+    def close(self, grace_s: float = 0.0) -> None:
+        """End all processes."""
 
 
-@dataclass
-class Books:
-    """What has been reported so far."""
+@dataclass(frozen=True)
+class Setting:
+    """What the controller needs besides the books: the first state, the script, why goodput is not given (if so)."""
 
-    sample_hash: str
-    num_samples: int
-    reports: dict[int, dict[int, dict[str, Any]]] = field(default_factory=dict)
-    shards: dict[int, dict[str, ShardFile]] = field(default_factory=dict)
-    step_seconds: list[float] = field(default_factory=list)
-    last: dict[str, Any] = field(default_factory=dict)
-    holdout: dict[int, float] = field(default_factory=dict)
-    checkpoint: Path | None = None
-    step: int = 0
+    run: Path
+    state: State
+    events: tuple[Event, ...] = ()
+    no_goodput: str | None = None
 
 
 class Controller:
-    """One run of workers under one plan."""
+    """One run, from the first process to the last."""
 
-    def __init__(
-        self, run: Path, spec: ModelSpec, plan: Plan, corpus: Corpus, view: View, start: Progress, timeout_s: float
-    ):
-        """`start` is where the run begins: step 0, or the checkpoint that it resumes."""
-        self.run = run
-        self.spec = spec
-        self.plan = plan
-        self.corpus = corpus
+    def __init__(self, setting: Setting, books: Books, view: View, clock: Callable[[], float] = time.monotonic):
+        """Nothing is started before `supervise`. `clock` gives seconds."""
+        self.setting = setting
+        self.state = setting.state
+        self.books = books
         self.view = view
-        self.timeout_s = timeout_s
-        self.books = Books(start.sample_hash, start.num_samples, step=start.step)
-        self.started = time.monotonic()
-        self.stopped = False
+        self.journal = Journal(setting.run)
+        self.meter = Meter(len(setting.state.devices))
+        self.incidents: list[dict[str, Any]] = []
+        self.changes: list[dict[str, Any]] = []
+        self.finished: Finish | None = None
+        self._clock = clock
+        self._began = clock()
+        self._wall_s = 0.0
+        self._inbox = Inbox(setting.run)
+        self._script = Script(setting.events)
+        self._wake: dict[str, float] = {}
+        """Stopped devices, and when they are to be woken."""
         self._interrupts = 0
-        self._done: set[str] = set()
-        self._ready: set[str] = set()
-        self._error: Exception | None = None
+        self._waiting: str | None = None
+        self._last = {"tick": 0.0, "devices": -1.0, "ledger": 0.0}
 
-    def supervise(self, workers: LocalWorkers) -> None:
-        """Listen to `workers` until all have ended; a first Ctrl-C stops after the step in flight, a second at once.
+    @property
+    def now(self) -> float:
+        """Seconds since the run began."""
+        return self._clock() - self._began
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the run ended before its last step because it was asked to."""
+        return self.state.stopped
+
+    def supervise(self, workers: Workers) -> None:
+        """Run until the end; a first Ctrl-C ends it after the step in flight, a second at once.
 
         Raises:
             UserError: a worker found the input unusable, or a checkpoint could not be written.
-            RunError: a worker failed or died; the message carries the first cause.
+            RunError: the run cannot go on; the message says why, and what to do.
         """
-        previous = signal.signal(signal.SIGINT, self._on_interrupt(workers))
+        previous = signal.signal(signal.SIGINT, self._on_interrupt)
+        grace_s = 0.0
         try:
-            with (self.run / "steps.jsonl").open("a") as steps:
-                self._listen(workers, steps.write)
+            self._happen(workers, Begin())
+            while self.finished is None:
+                self._turn(workers)
+            grace_s = GRACE_S
         finally:
             signal.signal(signal.SIGINT, previous)
-            workers.kill()
+            workers.close(grace_s)
+            self._wall_s = self.now
+            self.meter.advance(self.state, self._wall_s)
+            self.journal.devices(self.state, {}, self._wall_s)
+            self.journal.ledger(self.meter.ledger, self._wall_s)
+            self.books.close()
+        self._conclude(self.finished)
 
-    def _on_interrupt(self, workers: LocalWorkers) -> Callable[[int, FrameType | None], None]:
-        def interrupted(_: int, __: FrameType | None) -> None:
-            self._interrupts += 1
-            if self._interrupts > 1:
-                raise KeyboardInterrupt
+    def _on_interrupt(self, _: int, __: FrameType | None) -> None:
+        self._interrupts += 1
+        if self._interrupts > 1:
+            raise KeyboardInterrupt
+
+    def _turn(self, workers: Workers) -> None:
+        """Hear what there is, then do what is due."""
+        wait_s = min(max(self._last["tick"] + TICK_S - self.now, 0.0), 0.02 if self.state.suspicion else TICK_S)
+        for device, incarnation, message in workers.messages(wait_s):
+            if incarnation == self.state.devices[device].incarnation:
+                self._hear(workers, device, message)
+        if self._interrupts and not self.state.stop_asked:
             self.view.say("stopping after this step and saving a checkpoint; press Ctrl-C again to stop at once")
-            workers.stop()
+            self._happen(workers, StopAsked())
+        if self.now - self._last["tick"] >= TICK_S or self.state.suspicion:
+            self._last["tick"] = self.now
+            self._tick(workers)
 
-        return interrupted
+    def _hear(self, workers: Workers, device: str, message: Message) -> None:
+        if isinstance(message, Struck):
+            workers.forget(message.event)
+            duration_s = message.event.get("duration_s")
+            if message.event.get("event") == EventKind.STOP.value and duration_s is not None:
+                self._wake[device] = self.now + duration_s
+        published = self.books.take(device, message, self.now)
+        if isinstance(message, StepReport):
+            degrees = {replica.replica: replica.tp for replica in self._plan_of(message)}
+            self.meter.imbalance(self.books.waited_s, degrees)
+            self.books.waited_s = {}
+        elif isinstance(message, Shard):
+            self.meter.saved(message.seconds)
+        before = self.state.committed
+        self._happen(workers, Heard(device, message))
+        if isinstance(message, Commit) and self.state.committed > before:
+            self.meter.committed(message.step)
+        if published is not None:
+            self._happen(workers, Published(*published))
 
-    def _listen(self, workers: LocalWorkers, write: Callable[[str], Any]) -> None:
-        devices = {self.plan.device(place) for place in self.plan.places}
-        heard = time.monotonic()
-        while self._done != devices:
-            patience = START_TIMEOUT_S if self._ready != devices else 3 * self.timeout_s
-            for device, message in workers.messages(1.0):
-                heard = time.monotonic()
-                if message["type"] in ("error", "exit") and device not in self._done:
-                    raise self._first_cause(workers, device, message)
-                self._take(device, message, write)
-                if self._error is not None:
-                    raise self._error
-            if time.monotonic() - heard > patience:
-                missing = ", ".join(sorted(devices - (self._ready if self._ready != devices else self._done)))
-                raise RunError(f"no word from the workers for {patience:.0f} s; still waiting for {missing}.")
+    def _plan_of(self, message: StepReport) -> Sequence[Any]:
+        plan = self.books.plans.get(message.generation)
+        return plan.replicas if plan else ()
 
-    def _take(self, device: str, message: dict[str, Any], write: Callable[[str], Any]) -> None:
-        kind = message["type"]
-        if kind == "ready":
-            self._ready.add(device)
-        elif kind == "step":
-            self._take_step(message, write)
-        elif kind == "shard":
-            self._take_shard(device, message)
-        elif kind == "holdout" and message["step"] not in self.books.holdout:
-            self.books.holdout[message["step"]] = message["loss"]
-            self.view.say(f"step {message['step']}: held-out loss {message['loss']:.4f} nats per token")
-        elif kind == "done":
-            self._done.add(device)
-            self.stopped = self.stopped or message["stopped"]
+    def _happen(self, workers: Workers, happening: Happening) -> None:
+        """Let the protocol decide, and carry out what it says."""
+        before = self.state
+        self.meter.advance(before, self.now)
+        self.state, actions = decide(before, happening, self.now)
+        for action in actions:
+            self.meter.learn(self.state, action)
+            self.journal.write(action, self.now)
+            self._act(workers, before, action)
+        changed = [d.standing for d in before.devices.values()] != [d.standing for d in self.state.devices.values()]
+        if changed or before.stage is not self.state.stage:
+            self._last["devices"] = -1.0
 
-    def _take_step(self, message: dict[str, Any], write: Callable[[str], Any]) -> None:
-        """Join the replicas' reports of a step; when all are in, check the samples and write the record."""
-        step = message["step"]
-        reports = self.books.reports.setdefault(step, {})
-        reports[message["replica"]] = message
-        if len(reports) < len(self.plan.replicas):
+    def _act(self, workers: Workers, before: State, action: Action) -> None:
+        if isinstance(action, Send):
+            workers.send(action.device, action.order)
+        elif isinstance(action, Kill):
+            workers.kill(action.device)
+        elif isinstance(action, Start):
+            workers.start(action.device, action.incarnation)
+        elif isinstance(action, Say):
+            self.view.say(action.text)
+        elif isinstance(action, Reply):
+            if action.request == BY_SCRIPT:
+                self.view.say(f"injected: {action.text}")
+            else:
+                self._inbox.reply(action.request, ok=action.ok, text=action.text)
+        elif isinstance(action, Planned):
+            generation = before.plan.generation if before.plan else action.plan.generation
+            self.books.adopt(action.plan)
+            if action.resume.action in ("forward", "discard"):
+                self.books.settle(action.resume.committed, action.scalars, generation, self.now)
+            self.books.go_back(action.resume)
+        elif isinstance(action, Took):
+            self.books.adopt(action.plan)
+        elif isinstance(action, Closed):
+            self.incidents.append(incident_to_json(action))
+            self.view.say(closed_line(action))
+        elif isinstance(action, Grew):
+            self.changes.append(change_to_json(action))
+            self.view.say(change_line(action))
+        elif isinstance(action, Finish):
+            self.finished = action
+
+    def _tick(self, workers: Workers) -> None:
+        """What is done four times a second, whether anything is heard or not."""
+        now = self.now
+        self._happen(workers, Tick())
+        for request, wish in self._inbox.take():
+            self._happen(workers, Asked(wish.action, wish.device, request))
+        for device in [name for name, at in self._wake.items() if at <= now]:
+            del self._wake[device]
+            workers.signal(device, signal.SIGCONT)
+        for event in self._script.due(now, self.state.committed):
+            self._perform(workers, event)
+        text = waits(self.state, now)
+        if text != self._waiting:
+            self._waiting = text
+            self.view.waiting(text)
+        if now - self._last["devices"] >= DEVICES_EVERY_S or self._last["devices"] < 0:
+            self._last["devices"] = now
+            self.journal.devices(self.state, {name: workers.pid(name) for name in self.state.devices}, now)
+        if now - self._last["ledger"] >= LEDGER_EVERY_S:
+            self._last["ledger"] = now
+            self.journal.ledger(self.meter.ledger, now)
+
+    def _perform(self, workers: Workers, event: Event) -> None:
+        """Carry out an event of the script; one that cannot be carried out yet stays due."""
+        device = event.place
+        standing = self.state.devices[device].standing
+        if event.event is EventKind.RETURN:
+            if standing not in (Standing.LOST, Standing.OUT, Standing.PARKED) or self.state.stage is Stage.START:
+                return
+            self._happen(workers, Asked("return", device, BY_SCRIPT))
+        elif event.event is EventKind.DRAIN:
+            if self.state.stage is not Stage.RUN:
+                return
+            self._happen(workers, Asked("drain", device, BY_SCRIPT))
+        elif event.event is EventKind.STOP:
+            workers.signal(device, signal.SIGSTOP)
+            if event.duration_s is not None:
+                self._wake[device] = self.now + event.duration_s
+        else:
+            workers.kill(device)
+        self._script.done(event)
+
+    def _conclude(self, finish: Finish) -> None:
+        """Turn the end of the run into an error, if it was one."""
+        if finish.text is None:
+            self.books.settle(self.state.committed, self.state.scalars, max(self.books.plans), self._wall_s)
             return
-        del self.books.reports[step]
-        self._count_samples(step, reports)
-        step_s = max(report["step_s"] for report in reports.values())
-        shared = ("step", "loss", "grad_norm", "lr", "num_target_tokens", "skipped")
-        record = {key: message[key] for key in shared} | {
-            "generation": self.plan.generation,
-            "step_s": step_s,
-            "tokens_per_s": self.plan.num_sequences * self.corpus.seq_len / step_s,
-            "time_s": time.monotonic() - self.started,
-            "replicas": [
-                {key: reports[number][key] for key in ("replica", "num_samples", "compute_s", "sync_s")}
-                for number in sorted(reports)
-            ],
-        }
-        write(json.dumps(record) + "\n")
-        self.books.step_seconds.append(step_s)
-        self.books.last = record
-        self.books.step = step + 1
-        self.view.step(record)
-
-    def _count_samples(self, step: int, reports: Mapping[int, Mapping[str, Any]]) -> None:
-        used = [
-            sample
-            for report in reports.values()
-            for sample in range(report["first_sample"], report["first_sample"] + report["num_samples"])
-        ]
-        due = list(range(self.books.num_samples, self.books.num_samples + self.plan.num_sequences))
-        if sorted(used) != due:
-            self._error = RunError(f"step {step} used samples {sorted(used)} where {due[0]}..{due[-1]} were due.")
-            return
-        self.books.sample_hash = self.corpus.sample_hash(self.books.sample_hash, step, used)
-        self.books.num_samples += len(due)
-
-    def _take_shard(self, device: str, message: dict[str, Any]) -> None:
-        progress = Progress(**message["progress"])
-        if "error" in message:
-            discard(self.run, progress.step, self.plan.generation)
-            self._error = save_failed(self.run, progress.step, message["error"])
-            return
-        shards = self.books.shards.setdefault(progress.step, {})
-        shards[device] = shard_from_json(message["shard"])
-        if len(shards) == len(self.plan.places):
-            del self.books.shards[progress.step]
-            ordered = [shards[name] for name in sorted(shards)]
-            self.books.checkpoint = publish(self.run, self.spec, self.plan, progress, ordered)
-            self.view.say(f"step {progress.step}: checkpoint {self.books.checkpoint}")
-
-    def _first_cause(self, workers: LocalWorkers, device: str, message: dict[str, Any]) -> Exception:
-        """The error behind the first failure: peers of a failed worker fail too, and may be heard first."""
-        failures = [(device, message)]
-        until = time.monotonic() + GRACE_S
-        while (left := until - time.monotonic()) > 0 and not _is_cause(failures[-1][1]):
-            failures += [pair for pair in workers.messages(left) if pair[1]["type"] in ("error", "exit")]
-        causes = [pair for pair in failures if _is_cause(pair[1])]
-        device, message = (causes or failures)[0]
-        if message["type"] == "exit":
-            return RunError(
-                f"worker {device} ended with code {message['code']} after step {self.books.step}. This version does "
-                f"not go on without it: use runflat train --resume {self.run}."
-            )
-        if message["cause"] == "user":
-            return _user_error(message)
-        (self.run / "error.txt").write_text(f"worker {device}\n{message['traceback']}")
-        return RunError(f"worker {device} failed: {message['text']} (its traceback is in {self.run / 'error.txt'}).")
+        if finish.user_error is not None:
+            known = {cls.__name__: cls for cls in UserError.__subclasses__()}
+            raise known.get(finish.user_error, ConfigError)(finish.text)
+        if finish.traceback is not None:
+            path = self.setting.run / "error.txt"
+            path.write_text(finish.traceback)
+            raise RunError(f"{finish.text} (its traceback is in {path}).")
+        raise RunError(finish.text)
 
     def summary(self) -> dict[str, Any]:
         """What summary.json says of the run."""
-        books = self.books
-        median = statistics.median(books.step_seconds) if books.step_seconds else None
-        return {
-            "step": books.step,
+        plan = self.state.plan
+        goodput, reason = self.goodput()
+        return self.books.summary() | {
             "stopped": self.stopped,
-            "loss": books.last.get("loss"),
-            "holdout_loss": books.holdout.get(books.step),
-            "sample_hash": books.sample_hash,
-            "num_samples": books.num_samples,
-            "median_step_s": median,
-            "tokens_per_s": self.plan.num_sequences * self.corpus.seq_len / median if median else None,
-            "wall_s": time.monotonic() - self.started,
-            "num_params": self.spec.num_params,
-            "replicas": [{"replica": r.replica, "tp": r.tp, "sequences": r.num_sequences} for r in self.plan.replicas],
-            "checkpoint": str(books.checkpoint) if books.checkpoint else None,
+            "wall_s": self._wall_s,
+            "generation": plan.generation if plan else None,
+            "replicas": [
+                {"replica": r.replica, "tp": r.tp, "sequences": r.num_sequences}
+                for r in (plan.replicas if plan else ())
+            ],
+            "incidents": self.incidents,
+            "changes": self.changes,
+            "goodput": goodput,
+            "goodput_reason": reason,
+            "healthy_step_s": self.books.healthy_step_s,
+            "device_s": self.meter.ledger.to_json(),
         }
 
+    def goodput(self) -> tuple[float | None, str | None]:
+        """Committed tokens over those of a healthy job in the same time; else None and the reason."""
+        if self.setting.no_goodput is not None:
+            return None, self.setting.no_goodput
+        step_s = self.books.healthy_step_s
+        if step_s is None or not self._wall_s:
+            return None, "no step was done under the full plan, so the healthy rate is not known"
+        batch = self.setting.state.planner.job.num_sequences
+        steps = (self.books.num_samples - self.books.first_sample) / batch
+        return steps * step_s / self._wall_s, None
 
-def _is_cause(message: Mapping[str, Any]) -> bool:
-    """Whether a failure explains itself; a collective's error only says that somebody else is gone."""
-    if message["type"] == "error":
-        return bool(message["cause"] != "comms")
-    return bool(message["code"] not in (0, 1))
-
-
-def _user_error(message: Mapping[str, Any]) -> UserError:
-    """The worker's UserError, of the same class where it is one of ours."""
-    known = {cls.__name__: cls for cls in UserError.__subclasses__()}
-    return known.get(message["class"], ConfigError)(message["text"])
+    def table(self) -> str:
+        """Where the time of all devices went, for people."""
+        return ledger_table(self.meter.ledger, *self.goodput())

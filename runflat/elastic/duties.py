@@ -42,13 +42,14 @@ class Duties:
         """
         engine, train = self._engine, self._engine.job.train
         step = engine.progress.step
-        last = step in (stop_at, train.steps) or step > train.steps
+        end = min(train.steps, train.stop_after or train.steps)
+        last = step == stop_at or step >= end
         if step and engine.num_holdout and (last or every(train.eval_every, step)):
             self._once("holdout", generation, self._holdout)
         if step and (last or every(train.checkpoint_every, step)):
             self._once("save", generation, lambda: self.save(generation))
         if last:
-            self._say("done", step=step, stopped=step < train.steps)
+            self._say("done", step=step, stopped=step < end)
         return last
 
     def _once(self, what: str, generation: int, act: Callable[[], None]) -> None:

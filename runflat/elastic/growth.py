@@ -122,6 +122,7 @@ def on_listening(turn: Turn, device: str, message: Listening) -> None:
                 address=growth.addresses[target],
                 token=token(turn.state, growth.generation, target),
                 transfers=moves,
+                replicated=source == _feeds_of(growth, target)[0],
             )
             turn.send((source,), order)
 
@@ -129,6 +130,10 @@ def on_listening(turn: Turn, device: str, message: Listening) -> None:
 def _feeds(growth: Growth) -> list[tuple[str, str]]:
     """(source, newcomer) pairs."""
     return sorted({(move.source, move.target) for move in growth.moves if move.target in growth.joining})
+
+
+def _feeds_of(growth: Growth, target: str) -> list[str]:
+    return [source for source, fed in _feeds(growth) if fed == target]
 
 
 def on_fed(turn: Turn, device: str, fed: Fed) -> None:

@@ -2,149 +2,145 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import signal
 import socket
-import threading
 import time
-import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from typing import Any
 
-import torch
 from torch.distributed import TCPStore
 
-from runflat.errors import RunflatError, UserError
-from runflat.parallel.comms import CommsError
-from runflat.train.worker import HOST, Job, Worker
+from runflat.elastic.messages import Exited, Message, parse_message
+from runflat.elastic.orders import Order
+from runflat.elastic.worker_process import worker_process
+from runflat.train.job import Job
 
+HOST = "127.0.0.1"
 STORE_TIMEOUT_S = 60.0
-LOST_PARENT = 3
-"""Exit code of a worker whose parent is gone."""
-
-
-class PipeLink:
-    """A worker's end of the pipe; may be used by several threads."""
-
-    def __init__(self, connection: Connection):
-        """Wrap `connection`."""
-        self._connection = connection
-        self._lock = threading.Lock()
-
-    def send(self, message: Mapping[str, Any]) -> None:
-        """Write one message as JSON bytes; nothing is pickled."""
-        with self._lock:
-            self._connection.send_bytes(json.dumps(message).encode())
-
-
-def _worker_process(connection: Connection, job: str, device_id: str, port: int, timeout_s: float) -> None:
-    """Main function of a worker process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent decides what it means
-    torch.set_num_threads(1)
-    link = PipeLink(connection)
-    stop = threading.Event()
-    threading.Thread(target=_listen, args=(connection, stop), daemon=True).start()
-    try:
-        store = TCPStore(HOST, port, is_master=False, timeout=timedelta(seconds=timeout_s))
-        Worker(Job.model_validate_json(job), device_id, store, link, stop).run()
-    except BaseException as error:  # whatever it is, the parent must hear of it: it decides what the job does
-        link.send(_error_message(error))
-        os._exit(1)  # not by way of destructors, which may wait for peers that are stopping too
-
-
-def _error_message(error: BaseException) -> dict[str, Any]:
-    cause = "user" if isinstance(error, UserError) else "comms" if isinstance(error, CommsError) else "other"
-    text = str(error) if isinstance(error, RunflatError) else f"{type(error).__name__}: {error}"
-    return {
-        "type": "error",
-        "cause": cause,
-        "class": type(error).__name__,
-        "text": text,
-        "traceback": "".join(traceback.format_exception(error)),
-    }
-
-
-def _listen(connection: Connection, stop: threading.Event) -> None:
-    """Take orders from the parent; without a parent there is nobody to work for."""
-    try:
-        while True:
-            if json.loads(connection.recv_bytes())["type"] == "stop":
-                stop.set()
-    except (EOFError, OSError):
-        os._exit(LOST_PARENT)
+END_TIMEOUT_S = 10.0
+"""Longest wait for a process whose channel has ended, or that was killed."""
 
 
 class LocalWorkers:
-    """The worker processes of one run, and the store at which they meet; listens on loopback only."""
+    """The worker processes of one run, and the store at which they meet; listens on loopback only.
 
-    def __init__(self, job: Job, device_ids: Iterable[str]):
-        """Start one process per device."""
+    Each start of a device is a new incarnation with a channel of its own. The fork server loads once
+    what all workers need.
+    """
+
+    def __init__(self, job: Job):
+        """Open the store; no worker is started yet."""
         listener = socket.socket()
         listener.bind((HOST, 0))
         listener.listen()
-        port = listener.getsockname()[1]
+        self.port: int = listener.getsockname()[1]
         # The store takes over the listening socket: by itself it would listen on all interfaces.
         self._store = TCPStore(
             HOST,
-            port,
+            self.port,
             is_master=True,
             wait_for_workers=False,
             timeout=timedelta(seconds=STORE_TIMEOUT_S),
             master_listen_fd=listener.detach(),
         )
-        context = multiprocessing.get_context("forkserver")
+        self._context = multiprocessing.get_context("forkserver")
         model_type = job.hf_config["model_type"]
-        context.set_forkserver_preload([__name__, f"transformers.models.{model_type}.modeling_{model_type}"])
+        modules = [worker_process.__module__, f"transformers.models.{model_type}.modeling_{model_type}"]
+        self._context.set_forkserver_preload(modules)
+        self._job = job
+        self._channels: dict[Connection, tuple[str, int]] = {}
         self._connections: dict[str, Connection] = {}
-        self._processes: dict[str, multiprocessing.process.BaseProcess] = {}
-        for device_id in device_ids:
-            ours, theirs = context.Pipe()
-            args = (theirs, job.model_dump_json(), device_id, port, STORE_TIMEOUT_S)
-            process = context.Process(target=_worker_process, args=args, name=f"runflat-{device_id}", daemon=True)
-            process.start()
-            theirs.close()
-            self._connections[device_id] = ours
-            self._processes[device_id] = process
+        self._processes: dict[tuple[str, int], BaseProcess] = {}
+        self._current: dict[str, int] = {}
 
-    def messages(self, timeout_s: float) -> Iterator[tuple[str, dict[str, Any]]]:
-        """(device id, message) pairs that arrive within `timeout_s`; returns after the first that come in.
+    def start(self, device: str, incarnation: int) -> None:
+        """Start a process for `device`; what an older one of it still says is dropped by whoever listens."""
+        ours, theirs = self._context.Pipe()
+        args = (theirs, self._job.model_dump_json(), device, incarnation, self.port, STORE_TIMEOUT_S)
+        name = f"runflat-{device}"
+        process = self._context.Process(target=worker_process, args=args, name=name, daemon=True)
+        process.start()
+        theirs.close()
+        self._channels[ours] = (device, incarnation)
+        self._connections[device] = ours
+        self._processes[device, incarnation] = process
+        self._current[device] = incarnation
 
-        A process that has ended gives a last message {"type": "exit", "code": ...} after all that it has sent.
-        """
-        waiting = {connection: device_id for device_id, connection in self._connections.items()}
-        for ready in wait(list(waiting), timeout_s):
-            assert isinstance(ready, Connection)
-            device_id = waiting[ready]
+    def send(self, device: str, order: Order) -> None:
+        """Give an order to the present process of `device`; nothing happens when it has ended."""
+        connection = self._connections.get(device)
+        if connection is not None:
             try:
-                yield device_id, json.loads(ready.recv_bytes())
-            except (EOFError, OSError):
-                ready.close()
-                del self._connections[device_id]
-                process = self._processes[device_id]
-                process.join(STORE_TIMEOUT_S)
-                yield device_id, {"type": "exit", "code": process.exitcode}
-
-    def pid(self, device_id: str) -> int | None:
-        """Process id of a device's worker."""
-        return self._processes[device_id].pid
-
-    def stop(self) -> None:
-        """Ask all workers to end after the step in flight."""
-        for connection in self._connections.values():
-            try:
-                connection.send_bytes(b'{"type": "stop"}')
+                connection.send_bytes(order.encode())
             except OSError:
-                continue  # it has ended already, which `messages` reports
+                return  # it has ended, which `messages` reports
 
-    def kill(self) -> None:
-        """End all workers at once and wait until they are gone."""
+    def messages(self, timeout_s: float) -> Iterator[tuple[str, int, Message]]:
+        """(device, incarnation, message) of all that arrives within `timeout_s`; returns after the first that come.
+
+        A process that has ended gives a last message `Exited` after all that it has sent.
+
+        Raises:
+            RunError: a message that is none of ours.
+        """
+        for ready in wait(list(self._channels), timeout_s):
+            assert isinstance(ready, Connection)
+            device, incarnation = self._channels[ready]
+            try:
+                # All that is there, not one each: a burst must not delay the exit notice behind it.
+                while True:
+                    yield device, incarnation, parse_message(device, ready.recv_bytes())
+                    if not ready.poll():
+                        break
+            except (EOFError, OSError):
+                yield device, incarnation, self._ended(ready, device, incarnation)
+
+    def _ended(self, connection: Connection, device: str, incarnation: int) -> Message:
+        connection.close()
+        del self._channels[connection]
+        if self._connections.get(device) is connection:
+            del self._connections[device]
+        process = self._processes.pop((device, incarnation))
+        process.join(END_TIMEOUT_S)
+        return Exited(incarnation=incarnation, code=process.exitcode)
+
+    def pid(self, device: str) -> int | None:
+        """Process id of a device's present worker; None when it has ended."""
+        process = self._processes.get((device, self._current.get(device, 0)))
+        return process.pid if process is not None else None
+
+    def kill(self, device: str) -> None:
+        """SIGKILL to the present process of `device`."""
+        self.signal(device, signal.SIGKILL)
+
+    def signal(self, device: str, number: signal.Signals) -> None:
+        """Send a signal to the present process of `device`, if there is one."""
+        process = self._processes.get((device, self._current.get(device, 0)))
+        if process is not None and process.is_alive() and process.pid is not None:
+            os.kill(process.pid, number)
+
+    def forget(self, event: Mapping[str, Any]) -> None:
+        """An injected event has struck: processes that are started from now on do not suffer it again."""
+        rest = [row for row in self._job.inject if row != dict(event)]
+        self._job = self._job.model_copy(update={"inject": rest})
+
+    def close(self, grace_s: float = 0.0) -> None:
+        """End all workers, at once or after `grace_s` in which those that were told to leave do so, and wait for it."""
+        deadline = time.monotonic() + grace_s
         for process in self._processes.values():
+            process.join(max(deadline - time.monotonic(), 0.0))
             if process.is_alive():
                 process.kill()
-        deadline = time.monotonic() + STORE_TIMEOUT_S
+        deadline = time.monotonic() + END_TIMEOUT_S
         for process in self._processes.values():
             process.join(max(deadline - time.monotonic(), 0.1))
+        for connection in self._channels:
+            connection.close()
+        self._channels.clear()
+        self._connections.clear()
+        self._processes.clear()

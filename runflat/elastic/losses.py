@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 
-from runflat.cluster.events import Event, EventKind
+from runflat.cluster.events import Event, EventKind, event_from_json
 from runflat.elastic import growth as changes
 from runflat.elastic.actions import Asked, Kill, Note, Reply, Start, Turn
-from runflat.elastic.messages import Failed, SelfTested
+from runflat.elastic.messages import Failed, SelfTested, Struck
 from runflat.elastic.orders import Exit
 from runflat.elastic.recovery import fail, replan
 from runflat.elastic.state import LIVE, PRESENT, Device, GrowthStage, Stage, Standing, State
@@ -89,6 +90,16 @@ def on_failed(turn: Turn, name: str, message: Failed) -> None:
         turn.finish(message.text, user_error=message.class_name)
     else:
         turn.finish(f"worker {name} failed: {message.text}", traceback=f"worker {name}\n{message.traceback}")
+
+
+def on_struck(turn: Turn, name: str, message: Struck) -> None:
+    """The injector strikes: from this moment the device is at fault, whenever somebody notices."""
+    event = event_from_json(message.event)
+    if event.event in (EventKind.KILL, EventKind.STOP):
+        turn.device(name, fault_at=turn.now)
+    time_s = None if event.step is not None else turn.now
+    generation = turn.state.plan.generation if turn.state.plan else None
+    turn.do(Note(replace(event, generation=generation, time_s=time_s, detail=f"injected at {turn.now:.3f} s")))
 
 
 def initial(state: State) -> list[Device]:

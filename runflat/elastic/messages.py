@@ -218,6 +218,13 @@ class Failed(_Said):
     traceback: str
 
 
+class Struck(_Said):
+    """The injector strikes here: said just before, so that everybody knows when, and that it does not come again."""
+
+    type: Literal["struck"] = "struck"
+    event: dict[str, Any]
+
+
 class Exited(_Said):
     """Added by the launcher when everything that a process sent has been read: it has ended with `code`."""
 
@@ -247,6 +254,7 @@ Message = (
     | Holdout
     | Done
     | Failed
+    | Struck
     | Exited
 )
 

@@ -114,7 +114,10 @@ class Switch(Wire):
 
 
 class Feed(Wire):
-    """Stream these units to a newcomer under compute, and each later step's changes to them."""
+    """Stream these units to a newcomer under compute, and each later step's changes to them.
+
+    `replicated`: this source also streams the parameters that every device holds.
+    """
 
     type: Literal["feed"] = "feed"
     generation: int
@@ -122,6 +125,7 @@ class Feed(Wire):
     address: tuple[str, int]
     token: str
     transfers: tuple[Move, ...]
+    replicated: bool = False
 
 
 class Unfeed(Wire):

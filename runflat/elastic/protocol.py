@@ -145,6 +145,8 @@ def _from_present(turn: Turn, name: str, message: messages.Message) -> None:
             losses.on_failed(turn, name, message)
         case messages.Done():
             _on_done(turn, name, message)
+        case messages.Struck():
+            losses.on_struck(turn, name, message)
         case messages.Shard() | messages.Holdout() | messages.StepReport():
             turn.set(progress_at=turn.now)  # the books take what is in it
 

@@ -160,7 +160,7 @@ def _adopt(turn: Turn, plan: Plan, resume: Resume, reason: str) -> None:
     network = dict(state.network) if state.network is not None else None
     order = PlanOrder(generation=plan.generation, plan=plan.to_json(), resume=resume, network=network)
     turn.send(members, order)
-    turn.do(Planned(plan, resume, reason))
+    turn.do(Planned(plan, resume, reason, None if back else state.scalars))
 
 
 def _resume(state: State, plan: Plan, *, restart: bool) -> tuple[Resume | None, str]:

@@ -11,14 +11,18 @@ import queue
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
+from runflat.cluster.events import event_to_json
 from runflat.elastic.agree import agree
 from runflat.elastic.duties import Duties
 from runflat.elastic.formation import Address, Formation, bury
+from runflat.elastic.inject import Striker
 from runflat.elastic.orders import Abort, Exit, Go, Order, PlanOrder, Prepare, Resume, Stop, Switch, Unprepare
 from runflat.elastic.presence import Heart, Presence
 from runflat.elastic.stepping import Step
+from runflat.elastic.strike import announce_pid, suffer
 from runflat.errors import RunError
 from runflat.parallel.comms import AbortedError, CommsError, Interrupt, Network
 from runflat.parallel.digest import compare, unit_digests
@@ -27,7 +31,8 @@ from runflat.parallel.optimizer import learning_rate
 from runflat.parallel.sockets import Sockets
 from runflat.plan.plan import Place, Plan, plan_from_json
 from runflat.plan.transfers import Transfer
-from runflat.train.engine import Engine, Job, worker_device
+from runflat.train.engine import Engine
+from runflat.train.job import Job, worker_device
 from runflat.train.step import Scalars, StepResult
 
 FORM_TIMEOUT_S = 5.0
@@ -66,6 +71,7 @@ class Session:
         self.orders: queue.Queue[Order | None] = queue.Queue()
         self.stop = threading.Event()
         self.orphaned = threading.Event()
+        self.striker = Striker(job.inject, device_id)
         self.engine = Engine(job, worker_device(index), self._phase)
         self.duties = Duties(self.engine, self.say)
         self.base: Plan | None = None
@@ -112,6 +118,9 @@ class Session:
     def _phase(self, name: str) -> None:
         """The main thread begins phase `name`: say so, and let the injector strike."""
         self.presence.enter(name)
+        for event in self.striker.at(self.engine.progress.step, name):
+            self.say("struck", event=event_to_json(event))
+            suffer(event, Path(self.job.run), self.engine.slow_down)
 
     def say(self, kind: str, **fields: Any) -> None:
         """Send one message to the controller."""
@@ -133,6 +142,7 @@ class Session:
         """
         threading.Thread(target=self.listen, name="orders", daemon=True).start()
         heart = Heart(self.presence, self.channel.send)
+        announce_pid(Path(self.job.run), self.device_id)
         self.say("hello", pid=os.getpid())
         try:
             while (order := self._next()) is not None and not isinstance(order, Exit):
@@ -342,7 +352,7 @@ class Session:
             self._poll()
             if self.duties.fulfil(self.presence.generation, self.stop_at):
                 return
-            step = Step(self)
+            step = Step(self, self.presence.generation)
             yield step
             if step.error is not None:
                 raise step.error
@@ -366,8 +376,13 @@ class Session:
                 self.orders.put(order)
                 return
 
+    def wishes(self) -> tuple[bool, bool]:
+        """Whether this device wants to stop, and to switch, after the step in flight."""
+        return self.stop.is_set(), self.switch is not None
+
     def commit(self, scalars: Scalars) -> StepResult:
         """Apply the step whose gradients are final."""
+        self.last = scalars
         result = self.engine.commit(scalars)
         self.presence.committed = self.engine.progress.step
         return result

@@ -5,15 +5,28 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from runflat.parallel.comms import AbortedError, CommsError
-from runflat.train.step import Scalars
+from runflat.train.engine import Engine
+from runflat.train.step import Scalars, StepResult
 
-if TYPE_CHECKING:
-    from runflat.elastic.session import Session
+
+class Host(Protocol):
+    """What a step needs of the worker that it belongs to."""
+
+    engine: Engine
+
+    def say(self, kind: str, **fields: Any) -> None:
+        """Send one message to the controller."""
+
+    def wishes(self) -> tuple[bool, bool]:
+        """Whether this device wants to stop, and to switch, after the step."""
+
+    def commit(self, scalars: Scalars) -> StepResult:
+        """Apply the step whose gradients are final."""
 
 
 class Step:
@@ -23,12 +36,13 @@ class Step:
     meanwhile, the body or the exit is left early, nothing is applied, and the loop gets the same step again.
     """
 
-    def __init__(self, session: Session):
-        """`session` is the worker's."""
-        self._session = session
-        self._engine = session.engine
-        self.index = session.engine.progress.step
-        first, count = session.engine.samples()
+    def __init__(self, host: Host, generation: int):
+        """The next step of `host`, under the plan of `generation`."""
+        self._host = host
+        self._engine = host.engine
+        self._generation = generation
+        self.index = host.engine.progress.step
+        first, count = host.engine.samples()
         self.samples = range(first, first + count)
         self.scalars: Scalars | None = None
         self.error: AbortedError | CommsError | None = None
@@ -67,24 +81,22 @@ class Step:
 
     def _finish(self) -> None:
         """Exchange gradients, meet all devices, commit, report."""
-        session, engine = self._session, self._engine
+        host, engine = self._host, self._engine
         computed = time.perf_counter()
         engine.finish()
         synced = time.perf_counter()
-        scalars = engine.barrier(session.stop.is_set(), session.switch is not None)
-        session.last = scalars
-        generation = session.presence.generation
+        scalars = engine.barrier(*host.wishes())
         if engine.reports:
-            session.say("commit", generation=generation, step=self.index, scalars=scalars.to_list())
-        result = session.commit(scalars)
+            host.say("commit", generation=self._generation, step=self.index, scalars=scalars.to_list())
+        result = host.commit(scalars)
         self.scalars = scalars
         if engine.reports:
             assert engine.place is not None
             result = replace(result, compute_s=computed - self._started, sync_s=synced - computed)
             fields: dict[str, Any] = vars(result)
-            session.say(
+            host.say(
                 "step",
-                generation=generation,
+                generation=self._generation,
                 step=self.index,
                 replica=engine.place[0],
                 first_sample=self.samples.start,

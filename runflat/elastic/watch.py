@@ -235,6 +235,7 @@ def on_heartbeat(turn: Turn, name: str, beat: Heartbeat) -> None:
         intervals=intervals,
         heard=turn.now,
         committed=committed,
+        fault_at=device.fault_at if device.killed_at is not None else None,
     )
 
 

@@ -17,7 +17,7 @@ from runflat.elastic.orders import Order, parse_order
 from runflat.elastic.session import Session
 from runflat.errors import RunflatError, UserError
 from runflat.parallel.comms import CommsError
-from runflat.train.engine import Job
+from runflat.train.job import Job
 
 FAILED = 1
 

@@ -84,3 +84,52 @@ class Sockets:
     def forget(self, generation: int) -> None:
         """Drop the record of `generation`."""
         self._of_generation.pop(generation, None)
+
+
+def cut_connections(pid: int) -> int:
+    """Shut this process's TCP connections to the process `pid` of the same machine; returns how many.
+
+    Used to inject a link that flakes: both ends stay alive.
+    """
+    theirs = _sockets_of(pid)
+    remote_ports = {port for port, inode in _local_ports().items() if inode in theirs}
+    count = 0
+    for descriptor, inode in open_sockets().items():
+        try:
+            with socket.socket(fileno=os.dup(descriptor)) as connection:
+                tcp = connection.family in (socket.AF_INET, socket.AF_INET6)
+                cut = tcp and connection.getpeername()[1] in remote_ports
+        except OSError:
+            continue  # a listening socket, or closed meanwhile
+        if cut:
+            _shut(descriptor, inode)
+            count += 1
+    return count
+
+
+def _sockets_of(pid: int) -> set[int]:
+    found: set[int] = set()
+    for entry in os.scandir(f"/proc/{pid}/fd"):
+        try:
+            target = os.readlink(entry.path)
+        except OSError:
+            continue
+        if target.startswith("socket:["):
+            found.add(int(target[len("socket:[") : -1]))
+    return found
+
+
+def _local_ports() -> dict[int, int]:
+    """Local port -> inode of the machine's established TCP connections."""
+    found: dict[int, int] = {}
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        try:
+            with open(table) as file:
+                rows = file.read().splitlines()[1:]
+        except OSError:
+            continue
+        for row in rows:
+            fields = row.split()
+            if fields[3] == "01":
+                found[int(fields[1].rpartition(":")[2], 16)] = int(fields[9])
+    return found

@@ -72,7 +72,6 @@ class Pace:
         self._virtual_s = 0.0
         self._base = clock()
         self._own_end_s = 0.0
-        self._slow: list[tuple[float, float]] = []
         self.step_s = 0.0
         self.late_s = 0.0
         self.billed_s = 0.0
@@ -82,14 +81,12 @@ class Pace:
         self._base = self._clock() - self._virtual_s
         self.step_s = step_s
 
-    def slow_down(self, factor: float, duration_s: float) -> None:
-        """From now on, for `duration_s`, computation takes `factor` times as long."""
-        self._slow.append((factor, self._clock() + duration_s))
+    def computed(self, factor: float = 1.0) -> None:
+        """The computation of a step has really ended: sleep until it has also ended by the declared time.
 
-    def computed(self) -> None:
-        """The computation of a step has really ended: sleep until it has also ended by the declared time."""
+        `factor` is how many times as long it takes on a slowed device.
+        """
         now = self._clock()
-        factor = max([factor for factor, until in self._slow if now < until], default=1.0)
         self._own_end_s = self._virtual_s + self.step_s * factor
         left_s = self._base + self._own_end_s - now
         if left_s > 0:

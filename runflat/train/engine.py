@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict
 from torch import nn
-from transformers import AutoConfig, PreTrainedConfig
 
-from runflat.config import TrainSection
 from runflat.parallel.casts import lift_forward
 from runflat.parallel.comms import Comms, Group, Network
 from runflat.parallel.grad_sync import GradSync
 from runflat.parallel.loss import num_targets
 from runflat.parallel.move import ShardState, install_moments
-from runflat.parallel.optimizer import OptimizerSettings, build_optimizer
+from runflat.parallel.optimizer import build_optimizer
 from runflat.parallel.shard import ShardedModel, WeightSource, initial_weights, safetensors_weights
 from runflat.parallel.tp_plan import ShardingRules, build_meta_model, read_rules
 from runflat.plan.batch import micro_batches
@@ -28,63 +26,12 @@ from runflat.plan.sync_groups import SyncLayout, sync_layout
 from runflat.plan.units import ModelSpec, param_ranges
 from runflat.train.checkpoint import Progress, ShardFile, check_model, open_checkpoint
 from runflat.train.data import Corpus, sample_hash
-from runflat.train.emulate import DeviceModel, Pace, step_seconds
+from runflat.train.emulate import Pace, step_seconds
+from runflat.train.job import DTYPES, Job, hf_config, optimizer_settings
 from runflat.train.shards import checkpoint_tensors, load_optimizer_state, write_shard
 from runflat.train.step import Scalars, StepResult, Trainer, apply, barrier
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
 Held = dict[str, tuple[int, ...]]
-
-
-class Job(BaseModel):
-    """All that a worker is told at its start, as JSON: model, data, settings, and where its weights come from."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
-
-    hf_config: dict[str, Any]
-    attention: str | None
-    tp_full: int
-    seq_len: int
-    corpus: dict[str, Any] | None
-    train: TrainSection
-    run: str
-    from_dir: str | None = None
-    emulated: DeviceModel | None = None
-    memory_bytes: int | None = None
-    inject: list[dict[str, Any]] = []
-
-
-def hf_config(fields: Mapping[str, Any]) -> PreTrainedConfig:
-    """The transformers configuration with the given fields, `model_type` among them."""
-    rest = {key: value for key, value in fields.items() if key != "model_type"}
-    config: PreTrainedConfig = AutoConfig.for_model(fields["model_type"], **rest)
-    return config
-
-
-def optimizer_settings(train: TrainSection) -> OptimizerSettings:
-    """Optimizer settings of a configuration; a `clip_norm` of 0 does not clip."""
-    return OptimizerSettings(
-        lr=train.lr,
-        min_lr_ratio=train.min_lr_ratio,
-        schedule=train.schedule,
-        warmup_steps=train.warmup_steps,
-        total_steps=train.steps,
-        decay_steps=train.decay_steps,
-        weight_decay=train.weight_decay,
-        beta1=train.beta1,
-        beta2=train.beta2,
-        eps=train.eps,
-        clip_norm=train.clip_norm or None,
-    )
-
-
-def worker_device(index: int) -> torch.device:
-    """The GPU of a worker where there are GPUs, else the CPU."""
-    if torch.cuda.is_available():
-        device = torch.device("cuda", index % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-        return device
-    return torch.device("cpu")
 
 
 @dataclass
@@ -121,6 +68,8 @@ class Engine:
         self._comms: Comms | None = None
         self._entered = False
         self.pace = Pace() if job.emulated else None
+        self._slow = (1.0, 0.0)
+        self._begun = time.monotonic()
 
     @property
     def spec(self) -> ModelSpec:
@@ -244,6 +193,18 @@ class Engine:
         layout, micro_batch = self.layout(plan), self.job.train.micro_batch
         return step_seconds(self.job.emulated, self.spec, plan, layout, place, self.job.seq_len, micro_batch)
 
+    def slow_down(self, factor: float, duration_s: float) -> None:
+        """From now on, for `duration_s`, computation takes `factor` times as long."""
+        self._slow = (factor, time.monotonic() + duration_s)
+
+    def _drag(self) -> None:
+        """The computation of a step has ended: take as long as an emulated or a slowed device would."""
+        factor = self._slow[0] if time.monotonic() < self._slow[1] else 1.0
+        if self.pace is not None:
+            self.pace.computed(factor)
+        elif factor > 1:
+            time.sleep((factor - 1) * (time.monotonic() - self._begun))
+
     def leave(self) -> list[Any]:
         """Stop using the groups in force; returns them and what a collective in flight may still write to.
 
@@ -268,6 +229,7 @@ class Engine:
     def samples(self) -> tuple[int, int]:
         """(first sample, count) of this replica's share of the next step, which begins anew."""
         self.final = self._computed = None
+        self._begun = time.monotonic()
         assert self.plan is not None
         assert self.place is not None
         before = sum(r.num_sequences for r in self.plan.replicas if r.replica < self.place[0])
@@ -297,8 +259,8 @@ class Engine:
             self._computed.loss_sum + float(loss.detach()),
             self._computed.num_targets + num_targets,
         )
-        if last and self.pace is not None:
-            self.pace.computed()
+        if last:
+            self._drag()
 
     def finish(self) -> None:
         """Wait for the exchange: gradients of the next step are final on this device afterwards."""

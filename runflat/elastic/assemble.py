@@ -1,0 +1,102 @@
+"""Puts a controller together: planner, limits, first state, books."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from runflat.cluster.events import Event
+from runflat.elastic.books import Books, RunFacts, SampleHash, View
+from runflat.elastic.controller import Controller, Setting
+from runflat.elastic.inject import check_events, told_to_return
+from runflat.elastic.planning import Planner
+from runflat.elastic.protocol import first_state
+from runflat.elastic.state import Limits
+from runflat.plan.strategies import Chain, JobFacts, parse_chain
+from runflat.plan.units import ModelSpec
+from runflat.train.checkpoint import Checkpoint, Progress
+
+STATE_TENSORS = 3
+"""Tensors that move with a unit: weight and two moments."""
+
+
+def layout_planner(
+    spec: ModelSpec,
+    *,
+    tp: int,
+    replicas: int,
+    num_sequences: int,
+    seq_len: int,
+    element_bytes: int,
+    chain: Chain | str = "ntp,drop",
+    spares: Sequence[str] = (),
+) -> Planner:
+    """The planner of a job of `replicas` times `tp` devices and `num_sequences` sequences a step."""
+    placement = tuple(((r, slot), f"{r}:{slot}") for r in range(replicas) for slot in range(tp))
+    return Planner(
+        spec=spec,
+        job=JobFacts(num_replicas=replicas, tp_full=tp, num_sequences=num_sequences),
+        placement=placement,
+        seq_len=seq_len,
+        bytes_per_element=STATE_TENSORS * element_bytes,
+        chain=parse_chain(chain) if isinstance(chain, str) else chain,
+        spares=tuple(spares),
+    )
+
+
+def assemble(
+    run: Path,
+    planner: Planner,
+    view: View,
+    *,
+    limits: Limits,
+    sample_hash: SampleHash,
+    learning_rate: Callable[[int], float],
+    secret: str,
+    checkpoint: Checkpoint | None = None,
+    dead: Collection[str] = (),
+    events: Sequence[Event] = (),
+    no_goodput: str | None = None,
+    network: dict[str, Any] | None = None,
+) -> Controller:
+    """A controller that has started nothing yet.
+
+    Args:
+        run: folder of the run; it exists.
+        planner: the job.
+        view: who watches.
+        limits: times and counts.
+        sample_hash: continues the hash over the samples of a step.
+        learning_rate: of a step.
+        secret: random text by which feeds prove that they are ours.
+        checkpoint: what the run resumes.
+        dead: devices that are not there from the start.
+        events: faults to inject.
+        no_goodput: why goodput means nothing here, if so.
+        network: passed to the workers with each plan.
+
+    Raises:
+        TraceError: an event that nobody could execute.
+    """
+    check_events(events, planner.devices)
+    start = checkpoint.progress if checkpoint else Progress(0, 0, 0, "")
+    state = first_state(
+        planner,
+        limits,
+        secret=secret,
+        dead=dead,
+        generation=_next_generation(run, checkpoint),
+        start_step=start.step,
+        checkpoint=str(checkpoint.folder) if checkpoint else None,
+        by_word=told_to_return(events),
+        network=network,
+    )
+    facts = RunFacts(run, planner.spec, planner.seq_len, len(planner.placement), sample_hash, learning_rate)
+    return Controller(Setting(run, state, tuple(events), no_goodput), Books(facts, start, view), view)
+
+
+def _next_generation(run: Path, checkpoint: Checkpoint | None) -> int:
+    """A number that no earlier life of the run has given out: its late workers must not be taken for ours."""
+    given = [int(path.stem.rpartition("-")[2]) for path in (run / "plans").glob("generation-*.json")]
+    return max([*given, checkpoint.generation if checkpoint else -1], default=-1) + 1

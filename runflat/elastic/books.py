@@ -1,0 +1,281 @@
+"""The books of a run: what workers report becomes steps.jsonl, published checkpoints and summary.json.
+
+Only the books publish checkpoints, and they check that every sample of every committed step is used exactly once. A
+step's report can be lost with the device that would have given it; its samples are then those that the plan names, and
+its loss comes from the barrier's scalars, which every device has.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from runflat.elastic.messages import Commit, Holdout, Message, Shard, StepReport
+from runflat.elastic.orders import Resume
+from runflat.errors import RunError
+from runflat.plan.plan import Plan
+from runflat.plan.units import ModelSpec
+from runflat.train.checkpoint import (
+    Progress,
+    ShardFile,
+    discard,
+    open_checkpoint,
+    publish,
+    save_failed,
+    shard_from_json,
+)
+
+REMEMBERED_STEPS = 4096
+"""Steps whose place in the data is kept, for the case that the run goes back to one."""
+
+SampleHash = Callable[[str, int, Sequence[int]], str]
+"""(hash so far, step, samples of the step) -> hash."""
+
+
+class View(Protocol):
+    """Who watches the run: a progress line, or nobody."""
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        """A step is complete; `record` is its line of steps.jsonl."""
+
+    def say(self, text: str) -> None:
+        """Something worth a line happened."""
+
+    def waiting(self, text: str | None) -> None:
+        """What has been waited for longer than a second; None when that is over."""
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What the books must know of the run: `learning_rate` of a step, `num_places` devices in health."""
+
+    run: Path
+    spec: ModelSpec
+    seq_len: int
+    num_places: int
+    sample_hash: SampleHash
+    learning_rate: Callable[[int], float]
+
+
+class Books:
+    """Everything that has been reported, in order of steps. Times are seconds since the start of the run."""
+
+    def __init__(self, facts: RunFacts, start: Progress, view: View):
+        """`start` is where the run begins: step 0, or the checkpoint that it resumes."""
+        self.facts = facts
+        self.view = view
+        self.step = start.step
+        self.num_samples = start.num_samples
+        self.sample_hash = start.sample_hash
+        self.first_sample = start.num_samples
+        self.last: dict[str, Any] = {}
+        self.holdout: dict[int, float] = {}
+        self.checkpoint: Path | None = None
+        self.plans: dict[int, Plan] = {}
+        self.waited_s: dict[int, float] = {}
+        """Of the last step: seconds that each replica waited for the slowest."""
+        self._step_s: list[float] = []
+        self._healthy_s: list[float] = []
+        self._pending: dict[int, dict[int, StepReport]] = {}
+        self._commits: dict[int, tuple[int, tuple[float, ...]]] = {}
+        self._shards: dict[tuple[int, int], dict[str, ShardFile]] = {}
+        self._before: OrderedDict[int, tuple[int, str]] = OrderedDict(
+            {start.step: (start.num_samples, start.sample_hash)}
+        )
+        self._path = facts.run / "steps.jsonl"
+        self._file = self._path.open("a", encoding="utf-8")
+
+    def close(self) -> None:
+        """No more steps are written."""
+        self._file.close()
+
+    def adopt(self, plan: Plan) -> None:
+        """Remember a plan, under whose generation reports will come."""
+        self.plans[plan.generation] = plan
+
+    def take(self, device: str, message: Message, now: float) -> tuple[int, str] | None:
+        """Enter what a worker says. Returns (step, folder) when that completed a checkpoint.
+
+        Raises:
+            CheckpointError: a shard or the index could not be written.
+            RunError: samples were used twice, or left out.
+        """
+        if isinstance(message, StepReport):
+            if message.step >= self.step:
+                self._pending.setdefault(message.step, {})[message.replica] = message
+                self._write_complete(now)
+        elif isinstance(message, Commit):
+            self._commits[message.step] = (message.generation, message.scalars)
+        elif isinstance(message, Holdout):
+            if message.step not in self.holdout:
+                self.holdout[message.step] = message.loss
+                self.view.say(f"step {message.step}: held-out loss {message.loss:.4f} nats per token")
+        elif isinstance(message, Shard):
+            return self._take_shard(device, message)
+        return None
+
+    def _write_complete(self, now: float) -> None:
+        while (reports := self._pending.get(self.step)) is not None:
+            generation = next(iter(reports.values())).generation
+            plan = self.plans[generation]
+            if len(reports) < len(plan.replicas):
+                return
+            self._enter(plan, reports, now)
+
+    def settle(self, committed: int, scalars: Sequence[float] | None, generation: int, now: float) -> None:
+        """Enter every step before `committed` with what is known of it: no more reports will come.
+
+        `scalars` are those of step `committed - 1`, done under `generation`.
+        """
+        if scalars is not None:
+            self._commits.setdefault(committed - 1, (generation, tuple(scalars)))
+        while self.step < committed:
+            reports = self._pending.get(self.step, {})
+            known = self._commits.get(self.step)
+            number = next((r.generation for r in reports.values()), known[0] if known else generation)
+            self._enter(self.plans[number], reports, now)
+        self._pending.clear()
+
+    def go_back(self, resume: Resume) -> None:
+        """The steps from `resume.committed` on are not committed any more: they will be done again."""
+        step = resume.committed
+        if step >= self.step:
+            return
+        if step in self._before:
+            self.num_samples, self.sample_hash = self._before[step]
+        else:
+            assert resume.checkpoint is not None
+            progress = open_checkpoint(Path(resume.checkpoint)).progress
+            self.num_samples, self.sample_hash = progress.num_samples, progress.sample_hash
+        for later in [number for number in self._before if number > step]:
+            del self._before[later]
+        self.holdout = {number: loss for number, loss in self.holdout.items() if number <= step}
+        self._commits = {number: commit for number, commit in self._commits.items() if number < step}
+        self.step = step
+        lines = self._path.read_text(encoding="utf-8").splitlines()
+        self._file.close()
+        self._path.write_text("".join(f"{line}\n" for line in lines if json.loads(line)["step"] < step))
+        self._file = self._path.open("a", encoding="utf-8")
+
+    def _enter(self, plan: Plan, reports: Mapping[int, StepReport], now: float) -> None:
+        """Write the record of the next step; check its samples."""
+        step = self.step
+        self._pending.pop(step, None)
+        used = self._samples(plan, reports)
+        record = self._record(plan, reports, now)
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+        self.sample_hash = self.facts.sample_hash(self.sample_hash, step, used)
+        self.num_samples += len(used)
+        self.step += 1
+        self._before[self.step] = (self.num_samples, self.sample_hash)
+        if len(self._before) > REMEMBERED_STEPS:
+            self._before.popitem(last=False)
+        self._commits.pop(step, None)
+        self.last = record
+        if record["step_s"] is not None:
+            self._step_s.append(record["step_s"])
+            if len(plan.places) == self.facts.num_places:
+                self._healthy_s.append(record["step_s"])
+        slowest = max((report.compute_s for report in reports.values()), default=0.0)
+        self.waited_s = {number: slowest - report.compute_s for number, report in reports.items()}
+        self.view.step(record)
+
+    def _samples(self, plan: Plan, reports: Mapping[int, StepReport]) -> list[int]:
+        """The samples that the step used, in order."""
+        used: list[int] = []
+        first = self.num_samples
+        for replica in plan.replicas:
+            report = reports.get(replica.replica)
+            start, count = (report.first_sample, report.num_samples) if report else (first, replica.num_sequences)
+            used += range(start, start + count)
+            first += replica.num_sequences
+        due = list(range(self.num_samples, self.num_samples + plan.num_sequences))
+        if sorted(used) != due:
+            raise RunError(f"step {self.step} used samples {sorted(used)} where {due[0]}..{due[-1]} were due.")
+        return due
+
+    def _record(self, plan: Plan, reports: Mapping[int, StepReport], now: float) -> dict[str, Any]:
+        """The line of steps.jsonl; what nobody reported is null."""
+        step_s = max((report.step_s for report in reports.values()), default=None)
+        replicas = []
+        for replica in plan.replicas:
+            report = reports.get(replica.replica)
+            times = (report.compute_s, report.sync_s) if report else (None, None)
+            count = replica.num_sequences
+            replicas.append(
+                {"replica": replica.replica, "num_samples": count, "compute_s": times[0], "sync_s": times[1]}
+            )
+        return {
+            "step": self.step,
+            **self._results(reports),
+            "generation": plan.generation,
+            "step_s": step_s,
+            "tokens_per_s": plan.num_sequences * self.facts.seq_len / step_s if step_s else None,
+            "time_s": now,
+            "replicas": replicas,
+        }
+
+    def _results(self, reports: Mapping[int, StepReport]) -> dict[str, Any]:
+        for report in reports.values():
+            shared = ("loss", "grad_norm", "lr", "num_target_tokens", "skipped")
+            return {key: getattr(report, key) for key in shared}
+        lr = self.facts.learning_rate(self.step)
+        known = self._commits.get(self.step)
+        if known is None:
+            return {"loss": None, "grad_norm": None, "lr": lr, "num_target_tokens": None, "skipped": False}
+        _, loss_sum, num_targets, squared_norm, non_finite = known[1][:5]
+        return {
+            "loss": loss_sum / num_targets,
+            "grad_norm": math.sqrt(squared_norm) / num_targets,
+            "lr": lr,
+            "num_target_tokens": int(num_targets),
+            "skipped": non_finite > 0,
+        }
+
+    def _take_shard(self, device: str, message: Shard) -> tuple[int, str] | None:
+        progress = Progress(**message.progress)
+        if message.error is not None or message.shard is None:
+            discard(self.facts.run, progress.step, message.generation)
+            raise save_failed(self.facts.run, progress.step, message.error or "no shard was written")
+        plan = self.plans.get(message.generation)
+        if plan is None:
+            return None  # of a run that has ended
+        key = (progress.step, message.generation)
+        shards = self._shards.setdefault(key, {})
+        shards[device] = shard_from_json(message.shard)
+        if len(shards) < len(plan.places):
+            return None
+        self._shards = {other: files for other, files in self._shards.items() if other > key}
+        ordered = [shards[name] for name in sorted(shards)]
+        self.checkpoint = publish(self.facts.run, self.facts.spec, plan, progress, ordered)
+        self.view.say(f"step {progress.step}: checkpoint {self.checkpoint}")
+        return progress.step, str(self.checkpoint)
+
+    @property
+    def healthy_step_s(self) -> float | None:
+        """Median step under the full plan of this run; None if there was none."""
+        return statistics.median(self._healthy_s) if self._healthy_s else None
+
+    def summary(self) -> dict[str, Any]:
+        """What summary.json says of steps and samples."""
+        median = statistics.median(self._step_s) if self._step_s else None
+        batch = self.last.get("replicas", [])
+        tokens = sum(entry["num_samples"] for entry in batch) * self.facts.seq_len
+        return {
+            "step": self.step,
+            "loss": self.last.get("loss"),
+            "holdout_loss": self.holdout.get(self.step),
+            "sample_hash": self.sample_hash,
+            "num_samples": self.num_samples,
+            "median_step_s": median,
+            "tokens_per_s": tokens / median if median else None,
+            "num_params": self.facts.spec.num_params,
+            "checkpoint": str(self.checkpoint) if self.checkpoint else None,
+        }

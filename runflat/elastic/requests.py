@@ -1,0 +1,117 @@
+"""How a person reaches a running job: a request is a file in the run's folder, the answer is one beside it.
+
+RUN/requests/ID.json          {"action": "drain", "device": "1:3"}      written whole, by rename
+RUN/requests/ID.reply.json    {"ok": true, "text": "..."}
+RUN/devices.json              what the controller last said of each device
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from runflat.errors import ConfigError, RunError
+
+POLL_S = 0.1
+PATIENCE_S = 15.0
+"""Longest wait for an answer."""
+Action = Literal["drain", "kill", "return"]
+
+
+class Request(BaseModel):
+    """What a person wants of a device."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    action: Action
+    device: str
+
+
+def write_whole(path: Path, data: Mapping[str, Any]) -> None:
+    """Write a JSON file so that a reader sees all of it or none."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    draft.rename(path)
+
+
+class Inbox:
+    """The controller's side."""
+
+    def __init__(self, run: Path):
+        """Open the folder; what was asked of an earlier controller is forgotten."""
+        self._folder = run / "requests"
+        self._folder.mkdir(exist_ok=True)
+        for path in self._folder.iterdir():
+            path.unlink()
+
+    def take(self) -> list[tuple[str, Request]]:
+        """(id, request) of all that has come in since; one that makes no sense is answered here."""
+        found = []
+        for path in sorted(self._folder.glob("*.json")):
+            if path.name.startswith(".") or path.name.endswith(".reply.json"):
+                continue
+            text = path.read_text(encoding="utf-8")
+            path.unlink()
+            try:
+                found.append((path.stem, Request.model_validate_json(text)))
+            except ValidationError as error:
+                self.reply(path.stem, ok=False, text=f"not a request: {error.errors()[0]['msg']}")
+        return found
+
+    def reply(self, request: str, *, ok: bool, text: str) -> None:
+        """Answer a request."""
+        write_whole(self._folder / f"{request}.reply.json", {"ok": ok, "text": text})
+
+
+def read_devices(run: Path) -> dict[str, Any]:
+    """What the controller of `run` last said of its devices.
+
+    Raises:
+        ConfigError: there is no such run, or it was never started.
+    """
+    path = run / "devices.json"
+    try:
+        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{run} is no run of this version: {path} cannot be read ({error}).") from error
+    return data
+
+
+def is_running(devices: Mapping[str, Any]) -> bool:
+    """Whether the controller that wrote `devices` still runs on this machine."""
+    if devices["finished"]:
+        return False
+    try:
+        os.kill(int(devices["controller_pid"]), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def ask(run: Path, action: Action, device: str, sleep: Callable[[float], None]) -> tuple[bool, str]:
+    """Ask the controller of `run` for something; returns (done, its answer).
+
+    Raises:
+        ConfigError: the run is not running.
+        RunError: there was no answer in time.
+    """
+    if not is_running(read_devices(run)):
+        raise ConfigError(f"{run} is not running, so nothing can be asked of its devices. Resume it first.")
+    folder, number = run / "requests", uuid.uuid4().hex
+    write_whole(folder / f"{number}.json", {"action": action, "device": device})
+    answer = folder / f"{number}.reply.json"
+    for _ in range(round(PATIENCE_S / POLL_S)):
+        if answer.exists():
+            reply = json.loads(answer.read_text(encoding="utf-8"))
+            answer.unlink()
+            return bool(reply["ok"]), str(reply["text"])
+        sleep(POLL_S)
+    raise RunError(f"the controller of {run} gave no answer within {PATIENCE_S:.0f} s.")

@@ -1,0 +1,67 @@
+"""What a worker is told at its start, and what follows from it: configuration, optimizer settings, device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from transformers import AutoConfig, PreTrainedConfig
+
+from runflat.config import TrainSection
+from runflat.parallel.optimizer import OptimizerSettings
+from runflat.train.emulate import DeviceModel
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+
+
+class Job(BaseModel):
+    """All that a worker is told at its start, as JSON: model, data, settings, and where its weights come from."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    hf_config: dict[str, Any]
+    attention: str | None
+    tp_full: int
+    seq_len: int
+    corpus: dict[str, Any] | None
+    train: TrainSection
+    run: str
+    from_dir: str | None = None
+    emulated: DeviceModel | None = None
+    memory_bytes: int | None = None
+    inject: list[dict[str, Any]] = []
+
+
+def hf_config(fields: Mapping[str, Any]) -> PreTrainedConfig:
+    """The transformers configuration with the given fields, `model_type` among them."""
+    rest = {key: value for key, value in fields.items() if key != "model_type"}
+    config: PreTrainedConfig = AutoConfig.for_model(fields["model_type"], **rest)
+    return config
+
+
+def optimizer_settings(train: TrainSection) -> OptimizerSettings:
+    """Optimizer settings of a configuration; a `clip_norm` of 0 does not clip."""
+    return OptimizerSettings(
+        lr=train.lr,
+        min_lr_ratio=train.min_lr_ratio,
+        schedule=train.schedule,
+        warmup_steps=train.warmup_steps,
+        total_steps=train.steps,
+        decay_steps=train.decay_steps,
+        weight_decay=train.weight_decay,
+        beta1=train.beta1,
+        beta2=train.beta2,
+        eps=train.eps,
+        clip_norm=train.clip_norm or None,
+    )
+
+
+def worker_device(index: int) -> torch.device:
+    """The GPU of a worker where there are GPUs, else the CPU."""
+    if torch.cuda.is_available():
+        device = torch.device("cuda", index % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        return device
+    return torch.device("cpu")
