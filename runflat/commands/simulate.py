@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from runflat.cluster.ledger import GOODPUT_NAMES
 from runflat.errors import ConfigError
 from runflat.plan.strategies import BatchRule
 from runflat.sim.config import SimConfig, load_config, parse_candidate
@@ -103,7 +104,9 @@ def simulate_command(
     if out is None:
         return
     rows = [result.to_json() for result in results]
-    write_json(out, {"name": asked.name, "config": asked.model_dump(mode="json"), "results": rows})
+    names = {category.value: name for category, name in GOODPUT_NAMES.items()}
+    data = {"name": asked.name, "config": asked.model_dump(mode="json"), "results": rows}
+    write_json(out, {**data, "ml_goodput_measurement_names": names})
     written = [out]
     if figures is not None:
         from runflat.report.figures import simulation_figures  # matplotlib loads slowly: the table comes first

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from runflat.cluster.ledger import GOODPUT_NAMES, Category
+from runflat.cluster.ledger import Category
 from runflat.sim.config import SimConfig
 from runflat.sim.experiment import CandidateResult
 
@@ -84,8 +84,3 @@ def explanation(results: Sequence[CandidateResult]) -> str:
         hours = (best.goodput.mean - worst.goodput.mean) * best.device_hours
         lines[-1] += f" It saves {hours:,.0f} device-hours against {worst.candidate} over the whole time."
     return "\n".join(lines)
-
-
-def goodput_names() -> str:
-    """Our categories with the names of ``ml-goodput-measurement``."""
-    return columns([["ours", "ml-goodput-measurement"], *([c.value, GOODPUT_NAMES[c]] for c in Category)])
