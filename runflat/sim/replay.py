@@ -141,6 +141,7 @@ def _decide(config: SimConfig, candidate: str, times: Times, health: Health, pre
 def _due(config: SimConfig, events: Sequence[Event], parts: Mapping[str | None, float]) -> list[_Due]:
     """The losses and returns among the events, with device numbers."""
     found: list[_Due] = []
+    down: set[str] = set()
     topology = config.topology
     for number, event in enumerate(events, start=1):
         failed = event.event in LOSES_DEVICE
@@ -150,6 +151,10 @@ def _due(config: SimConfig, events: Sequence[Event], parts: Mapping[str | None, 
             raise TraceError(f"event {number} is about node {event.node!r}; a replay needs the 'device'")
         if event.step is None and event.time_s is None:
             raise TraceError(f"event {number} has neither 'step' nor 'time_s'")
+        # A run records what was injected (by step) and then what was seen of it (by time): one loss, not two.
+        if (event.device in down) == failed:
+            continue
+        (down.add if failed else down.discard)(event.device)
         # A device joins between two steps, wherever in a step it came back.
         part = parts.get(event.phase, 0.0) if failed else 0.0
         step = None if event.step is None else event.step + part

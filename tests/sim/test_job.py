@@ -150,6 +150,14 @@ def test_a_replay_predicts_an_injected_run() -> None:
     assert dict(back.shares) == {0: 7, 1: 7}
 
 
+def test_what_a_run_recorded_of_an_injected_loss_is_no_second_loss() -> None:
+    """Catches a device that fails twice because its kill and its failure both stand in the run's file."""
+    kill, back = parse_events(INJECTED)
+    (seen,) = parse_events('{"event": "fail", "device": "1:2", "time_s": 32.7}')
+    once = replay(config(), "ntp,drop", (kill, back), num_steps=10)
+    assert replay(config(), "ntp,drop", (kill, seen, back), num_steps=10).wall_s == once.wall_s
+
+
 def test_a_commit_phase_loses_nothing() -> None:
     """Catches a step that is repeated although somebody had committed it."""
     events = parse_events('{"event": "kill", "device": "0:0", "step": 4, "phase": "commit"}')

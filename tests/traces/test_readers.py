@@ -63,7 +63,8 @@ def test_our_csv_is_read_back_as_written(tmp_path: Path) -> None:
 def test_a_runs_events_are_a_trace_and_a_trace_is_events(tmp_path: Path) -> None:
     """Catches a run's own events.jsonl that cannot be described or simulated."""
     lines = [
-        '{"event": "kill", "device": "1:2", "time_s": 3.0}',
+        '{"event": "kill", "device": "1:2", "step": 1, "phase": "backward"}',
+        '{"event": "fail", "device": "1:2", "time_s": 3.0}',
         '{"record": "incident", "anything": 1}',
         '{"event": "fail", "device": "1:2", "time_s": 3.5}',
         '{"event": "return", "device": "1:2", "time_s": 8.0}',
@@ -93,7 +94,7 @@ def test_a_runs_events_are_a_trace_and_a_trace_is_events(tmp_path: Path) -> None
         ("t.csv", "time_s,duration_s,device\n1,2,\n", ["row 2", "'device'"]),
         ("t.csv", "when,device\n1,0:0\n", ["time_s", "when", "wanted"]),
         ("t.jsonl", '{"event": "return", "device": "a", "time_s": 1}', ["event 1", "had not failed"]),
-        ("t.jsonl", '{"event": "fail", "device": "a", "step": 1}', ["event 1", "'time_s'"]),
+        ("t.jsonl", '{"event": "kill", "device": "a", "step": 1}', ["event 1", "'time_s'"]),
     ],
 )
 def test_bad_rows_are_named(tmp_path: Path, name: str, text: str, words: list[str]) -> None:
