@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from runflat.plan.assignment import assign
@@ -31,6 +31,25 @@ class TableTimes:
         return self.memory_lost is None or lost <= self.memory_lost
 
 
+def emulated_line(
+    spec: ModelSpec, *, tp_full: int, seq_len: int, rate_flops: float, step_s: float = 0.0
+) -> Callable[[tuple[int, ...]], Line | None]:
+    """The line of a replica of emulated devices by its dead slots; see :func:`emulated_times` for the arguments.
+
+    Which slot is dead matters: where a device gets the odd unit of one kind, it may get that of another, too.
+    """
+
+    def line(dead: tuple[int, ...]) -> Line | None:
+        if len(dead) >= tp_full:
+            return None
+        slots = tuple(None if slot in dead else "" for slot in range(tp_full))
+        dealt = tuple((kind.name, assign(kind.num_units, tp_full, dead)) for kind in spec.assigned_kinds)
+        flops = max(loads(spec, ReplicaPlan(0, slots, dealt, 0), seq_len).values())
+        return Line(step_s, flops / rate_flops)
+
+    return line
+
+
 def emulated_times(
     spec: ModelSpec,
     *,
@@ -51,13 +70,12 @@ def emulated_times(
         degrees: Reduced degrees that may be used; empty for all.
     """
     lines: dict[int, Line] = {}
+    by_slots = emulated_line(spec, tp_full=tp_full, seq_len=seq_len, rate_flops=rate_flops, step_s=step_s)
     for lost in range(tp_full):
         degree = reduced_degree(tp_full, lost, degrees)
         if not degree:
             continue
-        dead = tuple(range(degree, tp_full))
-        slots = tuple(None if slot in dead else "" for slot in range(tp_full))
-        dealt = tuple((kind.name, assign(kind.num_units, tp_full, dead)) for kind in spec.assigned_kinds)
-        flops = max(loads(spec, ReplicaPlan(0, slots, dealt, 0), seq_len).values())
-        lines[lost] = Line(step_s, flops / rate_flops)
+        line = by_slots(tuple(range(degree, tp_full)))
+        assert line is not None
+        lines[lost] = line
     return TableTimes(lines)

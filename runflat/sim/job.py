@@ -15,7 +15,7 @@ from runflat.cluster.ledger import Category, Ledger
 from runflat.plan.strategies import Strategy
 from runflat.sim.arrange import Arrangement
 from runflat.sim.placement import Placement
-from runflat.sim.rates import IDLE_POWER, Rates, RateTable
+from runflat.sim.rates import IDLE_POWER, Rates, RateSource
 
 Phases = tuple[tuple[Category, float], ...]
 """Seconds of each phase of a recovery, in order."""
@@ -84,7 +84,7 @@ class JobSim:
         self,
         placement: Placement,
         arrangement: Arrangement,
-        table: RateTable,
+        table: RateSource,
         costs: Costs,
         *,
         record: bool = False,
@@ -163,6 +163,13 @@ class JobSim:
             if change is not None:
                 heaviest = _heavier(heaviest, self._arrangement.apply(change, failed=False))
         self._after(heaviest, failed=False)
+
+    def occur(self, time_s: float, devices: Iterable[int], strategy: Strategy | None, *, failed: bool) -> None:
+        """Devices go down or come back, and somebody else has decided which link handles it."""
+        self.advance(time_s)
+        for device in devices:
+            (self._placement.fail if failed else self._placement.back)(device)
+        self._after(strategy, failed=failed)
 
     def _after(self, strategy: Strategy | None, *, failed: bool) -> None:
         """Take in what an event changed: rates, and the recovery that it starts."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from runflat.plan.strategies import BatchRule
 from runflat.power.control import Boost, PowerLimits, static_boost
@@ -51,6 +52,13 @@ class Rates:
     def sequences_per_s(self) -> float:
         """Committed sequences per second."""
         return self.sequences / self.step_s if self.sequences else 0.0
+
+
+class RateSource(Protocol):
+    """Who answers what a set of replicas does; implementations: :class:`RateTable`, ``Decided``."""
+
+    def rates(self, classes: Sequence[ReplicaClass]) -> Rates:
+        """The rates when these replicas work."""
 
 
 class RateTable:

@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from runflat.cluster.events import LOSES_DEVICE, Event, EventKind
-from runflat.cluster.health import Health
 from runflat.errors import TraceError
-from runflat.plan.strategies import Decision, JobFacts, Place, decide
+from runflat.plan.strategies import Decision, JobFacts
 from runflat.sim.config import SimConfig, parse_candidate
-from runflat.sim.experiment import build_job, healthy_sequences_per_s
-from runflat.sim.job import Totals
+from runflat.sim.decided import Decided, LineBySlots
+from runflat.sim.job import JobSim, Totals
 from runflat.sim.perf_times import job_times
+from runflat.sim.placement import Placement
 from runflat.sim.times import Times
 
 PHASE_PARTS: Mapping[str | None, float] = {
@@ -30,6 +30,10 @@ PHASE_PARTS: Mapping[str | None, float] = {
 """Part of a step that is done in the middle of a phase, where a forward pass takes half as long as a backward one.
 
 From ``commit`` on somebody may have committed, so the others roll forward and nothing is lost."""
+
+
+EMULATED_PARTS: Mapping[str | None, float] = {**PHASE_PARTS, "forward": 0.0, "backward": 0.0, "sync": 1.0}
+"""The same for emulated devices: they compute at once and then sleep until the declared time has passed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,26 +65,28 @@ def replay(
     *,
     num_steps: int,
     times: Times | None = None,
+    line: LineBySlots | None = None,
     parts: Mapping[str | None, float] = PHASE_PARTS,
 ) -> ReplayResult:
     """Predict a run of ``num_steps`` committed steps.
 
     Args:
-        config: The job; its failures are not used, and groups stay in their replicas.
+        config: The job; its failures are not used.
         candidate: Strategy chain.
         events: What happens, by step and phase or by time; kinds that lose no device are passed over.
         num_steps: Steps after which the run ends.
         times: Step times, such as measured ones; default as the question says.
+        line: Seconds of a replica by its dead slots, where that is known more exactly than by their number.
         parts: Part of a step that is done when an event strikes, by phase.
 
     Raises:
         TraceError: for an event about a device that the job does not hold, or a job that never gets there.
     """
-    config = config.model_copy(update={"repack": False})
     times = times or job_times(config)
-    job = build_job(config, candidate, times=times)
     topology = config.topology
-    health = Health(tuple(topology.device_id(number) for number in range(topology.num_devices)))
+    decided = _decided(config, candidate, times, line)
+    healthy_s = decided.rates([]).step_s
+    job = JobSim(Placement(topology, cover=False), decided, decided, config.costs(0.0, healthy_s))
     decisions: list[tuple[float, Decision]] = []
     waiting = _due(config, events, parts)
     while waiting:
@@ -89,23 +95,21 @@ def replay(
         if when[index] >= job.time_at(num_steps):
             break
         due = waiting.pop(index)
-        (job.fail if due.failed else job.back)(when[index], due.devices)
-        names = [topology.device_id(device) for device in due.devices]
-        health = Health(health.devices, health.failed.union(names) if due.failed else health.failed.difference(names))
-        decisions.append(
-            (job.steps, _decide(config, candidate, times, health, decisions[-1][1] if decisions else None))
-        )
+        job.advance(when[index])
+        link = decided.see([topology.device_id(device) for device in due.devices], failed=due.failed)
+        job.occur(when[index], due.devices, link, failed=due.failed)
+        decisions.append((job.steps, decided.decision))
     wall_s = job.time_at(num_steps)
     if wall_s == float("inf"):
         raise TraceError(f"after the last event nothing can run, so step {num_steps} is never reached: add a 'return'")
     totals = job.totals(wall_s)
     used = topology.num_job_devices / topology.num_devices
-    possible = healthy_sequences_per_s(config, times) * wall_s / used
+    possible = config.job.dp * config.job.local_batch / healthy_s * wall_s / used
     return ReplayResult(totals=totals, decisions=tuple(decisions), wall_s=wall_s, goodput=totals.sequences / possible)
 
 
-def _decide(config: SimConfig, candidate: str, times: Times, health: Health, previous: Decision | None) -> Decision:
-    """The decision that the runtime takes at this health."""
+def _decided(config: SimConfig, candidate: str, times: Times, line: LineBySlots | None) -> Decided:
+    """The job in health, its decisions to come."""
     topology = config.topology
     facts = JobFacts(
         num_replicas=topology.dp,
@@ -116,25 +120,12 @@ def _decide(config: SimConfig, candidate: str, times: Times, health: Health, pre
         cap=config.cap,
         degrees=config.job.degrees,
     )
-    placement: dict[Place, str] = {
-        (replica, slot): f"{replica}:{slot}"
-        for replica in range(topology.dp)
-        for slot in range(topology.tp_full * topology.pp)
-    }
-
-    def seconds(replica: int, dead: tuple[int, ...]) -> float:
-        line = times.line(facts.most_hit(dead))
-        assert line is not None
-        return line.per_sequence_s
-
-    return decide(
+    return Decided(
         facts,
-        health,
         parse_candidate(candidate)[0],
-        placement=placement,
-        seconds=seconds,
-        fits_memory=lambda degree: times.fits(topology.tp_full - degree),
-        previous=previous,
+        tuple(topology.device_id(number) for number in range(topology.num_devices)),
+        line or (lambda dead: times.line(facts.most_hit(dead))),
+        lambda degree: times.fits(topology.tp_full - degree),
     )
 
 

@@ -7,7 +7,7 @@ from runflat.plan.cost import loads
 from runflat.plan.planner import build_plan, live_devices
 from runflat.plan.units import Kind, ModelSpec, ParamSpec, Segment
 from runflat.sim.config import ClusterConfig, JobConfig, RecoveryConfig, SimConfig
-from runflat.sim.emulated import emulated_times
+from runflat.sim.emulated import emulated_line, emulated_times
 from runflat.sim.replay import replay
 from runflat.traces.generate import Component, FailureSource
 
@@ -56,8 +56,8 @@ def test_a_replay_has_the_shares_and_the_wall_time_of_the_plan() -> None:
     """Catches uneven units that the simulator treats as even, and shares that differ from the planner's."""
     kills = [(1, (0, 3)), (3, (2, 0)), (5, (0, 1)), (8, (0, 0))]
     text = "\n".join(f'{{"event": "kill", "device": "{r}:{s}", "step": {step}}}' for step, (r, s) in kills)
-    times = emulated_times(spec(), tp_full=TP, seq_len=SEQ_LEN, rate_flops=RATE)
-    result = replay(config(), "ntp,drop", parse_events(text), num_steps=12, times=times)
+    line = emulated_line(spec(), tp_full=TP, seq_len=SEQ_LEN, rate_flops=RATE)
+    result = replay(config(), "ntp,drop", parse_events(text), num_steps=12, line=line)
     wall_s, dead = 0.0, set()
     for index, (start, place) in enumerate([(0, None), *kills]):
         if place is not None:
