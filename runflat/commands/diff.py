@@ -7,7 +7,7 @@ import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
@@ -33,9 +33,9 @@ Example: runflat diff runs/whole runs/hurt --tolerance 1e-3
 class DiffArgs:
     """What to compare."""
 
-    run_a: tyro.conf.Positional[Path]
+    run_a: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_A")]
     """Folder of a run, or of one checkpoint; errors are relative to this side."""
-    run_b: tyro.conf.Positional[Path]
+    run_b: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_B")]
     """The other one."""
     step: int | None = None
     """Compare the checkpoints of this step instead of each run's newest."""
@@ -47,7 +47,9 @@ class DiffArgs:
 
 def main(argv: list[str]) -> int:
     """Run the command; returns the exit code."""
-    args = tyro.cli(DiffArgs, args=argv, prog="runflat diff", description=DESCRIPTION)
+    args = tyro.cli(
+        DiffArgs, args=argv, prog="runflat diff", description=DESCRIPTION, config=(tyro.conf.FlagCreatePairsOff,)
+    )
     if args.tolerance is not None and not (math.isfinite(args.tolerance) and args.tolerance >= 0):
         raise ConfigError(f"--tolerance is {args.tolerance}: it must be a number of at least 0, such as 1e-6.")
     from runflat.check.diff import compare, find_checkpoint

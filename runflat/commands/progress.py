@@ -24,6 +24,7 @@ class ProgressView:
         self._total = total_steps
         self._recent: deque[float] = deque(maxlen=10)
         self._last_plain = 0.0
+        self._last_wait = 0.0
         self._live: Progress | None = None
         if self.console.is_terminal:
             self._live = Progress(TextColumn("{task.description}"), BarColumn(bar_width=20), console=self.console)
@@ -48,8 +49,8 @@ class ProgressView:
         """Show what has been waited for longer than a second; None when that is over."""
         if self._live:
             self._live.update(self._task, description=text or "going on")
-        elif text and time.monotonic() - self._last_plain >= 1.0:
-            self._last_plain = time.monotonic()
+        elif text and time.monotonic() - self._last_wait >= PLAIN_EVERY_S:
+            self._last_wait = time.monotonic()
             self.say(text)
 
     def step(self, record: Mapping[str, Any]) -> None:

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+import secrets
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tyro
 
+from runflat.commands.prepare import Prepared, prepare, write_config
 from runflat.commands.progress import ProgressView
 from runflat.config import TrainConfig, flag_rules, load_config
-from runflat.errors import CheckpointError, ConfigError, RunError
+from runflat.errors import CheckpointError, RunError
 
 if TYPE_CHECKING:
-    from runflat.plan.plan import Plan
-    from runflat.plan.units import ModelSpec
-    from runflat.train.checkpoint import Checkpoint
-    from runflat.train.data import Corpus
-    from runflat.train.worker import Job
+    from runflat.elastic.controller import Controller
 
 DESCRIPTION = """Train a causal language model with replicas of different tensor-parallel degree.
 
@@ -30,6 +26,7 @@ of this Python's standard library.
 Example: runflat train examples/demo.toml --run runs/demo --layout.dead 0:1
 """
 INTERRUPTED = 130
+NO_GOODPUT = "workers share this machine's cores, so that they run faster when others die; use emulated devices"
 
 
 def parse(argv: Sequence[str]) -> TrainConfig:
@@ -69,106 +66,12 @@ def _resumed_config(run: Path) -> TrainConfig:
     return TrainConfig.model_validate(saved | {"resume": str(run), "run": None})
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """Everything that is known before the first worker starts."""
-
-    config: TrainConfig
-    run: Path
-    spec: ModelSpec
-    plan: Plan
-    corpus: Corpus
-    checkpoint: Checkpoint | None
-    job: Job
-
-
-def prepare(config: TrainConfig, view_warning: Any) -> Prepared:
-    """Check everything that can be checked, read the data, make the plan; nothing of an older run is touched.
-
-    Raises:
-        UserError: the model, layout, data or checkpoint cannot be used.
-    """
-    import torch
-
-    from runflat.commands.models import section_config
-    from runflat.parallel.tp_plan import build_meta_model, read_rules
-    from runflat.plan.planner import build_plan, live_devices
-    from runflat.train.checkpoint import check_model, newest_checkpoint
-    from runflat.train.data import prepare as prepare_data
-    from runflat.train.worker import DTYPES, Job
-
-    run = _run_folder(config)
-    checkpoint = newest_checkpoint(config.resume, view_warning) if config.resume else None
-    hf_config = section_config(config.model)
-    attention = None if config.model.attention == "auto" else config.model.attention
-    model = build_meta_model(hf_config, DTYPES[config.train.dtype], attention)
-    spec = read_rules(model, config.layout.tp).spec
-    devices = live_devices(config.layout.tp, config.layout.replicas, config.layout.dead_slots)
-    generation = checkpoint.generation + 1 if checkpoint else 0
-    plan = build_plan(
-        spec, devices, config.layout.tp, config.train.global_batch, config.data.seq_len, generation=generation
-    )
-    if checkpoint:
-        check_model(checkpoint, spec)
-        if checkpoint.progress.step >= config.train.steps:
-            raise ConfigError(
-                f"the run is at step {checkpoint.progress.step} and train.steps is {config.train.steps}: nothing is "
-                f"left to do. Raise train.steps to train longer."
-            )
-    corpus = prepare_data(
-        config.data.paths,
-        cache_dir=run / "tokens",
-        seq_len=config.data.seq_len,
-        seed=config.data.seed,
-        tokenizer=config.data.tokenizer,
-        holdout_fraction=config.data.holdout_fraction,
-        max_holdout_sequences=config.data.holdout_sequences,
-        model_vocab_size=spec.kind("vocab").size,
-    )
-    job = Job(
-        hf_config=json.loads(hf_config.to_json_string(use_diff=False)),
-        attention=attention,
-        plan=plan.to_json(),
-        corpus=corpus.to_json(),
-        train=config.train,
-        run=str(run),
-        from_dir=str(config.model.from_dir) if config.model.from_dir else None,
-        checkpoint=str(checkpoint.folder) if checkpoint else None,
-    )
-    torch.set_num_threads(1)
-    return Prepared(config, run, spec, plan, corpus, checkpoint, job)
-
-
-def _run_folder(config: TrainConfig) -> Path:
-    """The folder of the run, made if need be; a folder that holds another run is refused."""
-    run = config.run or config.resume or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
-    if (run / "steps.jsonl").exists() and run != config.resume:
-        raise ConfigError(
-            f"{run} holds a run already: give another folder with --run, or go on with it by --resume {run}."
-        )
-    try:
-        run.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"the folder {run} cannot be made: {error}. Give another with --run.") from error
-    return run
-
-
-def _write_config(prepared: Prepared) -> None:
-    """Record the configuration, and drop the steps that a resumed run will do again."""
-    run, config = prepared.run, prepared.config
-    (run / "config.json").write_text(config.model_dump_json(indent=2) + "\n")
-    steps = run / "steps.jsonl"
-    start = prepared.checkpoint.progress.step if prepared.checkpoint else 0
-    lines = steps.read_text().splitlines() if steps.exists() else []
-    steps.write_text("".join(f"{line}\n" for line in lines if json.loads(line)["step"] < start))
-
-
 def _describe(prepared: Prepared, view: ProgressView) -> None:
     config, plan = prepared.config, prepared.plan
     replicas = ", ".join(f"replica {r.replica}: TP {r.tp}, {r.num_sequences} sequences" for r in plan.replicas)
     view.say(
         f"model: {prepared.spec.name}, {prepared.spec.num_params / 1e6:.2f} M parameters, {config.train.dtype}\n"
-        f"data: {prepared.corpus.source}\n"
+        f"data: {prepared.corpus.source if prepared.corpus else 'brought by the loop'}\n"
         f"plan: {len(plan.places)} workers ({replicas})\n"
         f"run: {prepared.run}"
     )
@@ -178,30 +81,68 @@ def _describe(prepared: Prepared, view: ProgressView) -> None:
 
 def main(argv: list[str]) -> int:
     """Run the command; returns the exit code."""
-    config = parse(argv)
-    from runflat.elastic.controller import Controller
+    return train(parse(argv))[0]
+
+
+def train(config: TrainConfig, loop: str | None = None) -> tuple[int, dict[str, Any]]:
+    """Train as `config` says, with runflat's loop or the user's `loop`; returns the exit code and the summary."""
     from runflat.elastic.launch_local import LocalWorkers
-    from runflat.train.checkpoint import Progress
 
     warnings: list[str] = []
-    prepared = prepare(config, warnings.append)
-    _write_config(prepared)
-    start = prepared.checkpoint.progress if prepared.checkpoint else Progress(0, 0, 0, "")
-    plan = prepared.plan
-    with ProgressView(config.train.steps, start.step) as view:
+    prepared = prepare(config, warnings.append, loop)
+    write_config(prepared)
+    start = prepared.checkpoint.progress.step if prepared.checkpoint else 0
+    end = min(config.train.steps, config.train.stop_after or config.train.steps)
+    with ProgressView(end, start) as view:
         for warning in warnings:
             view.say(f"warning: {warning}")
         _describe(prepared, view)
-        controller = Controller(prepared.run, prepared.spec, plan, prepared.corpus, view, start, config.train.timeout_s)
-        workers = LocalWorkers(prepared.job, [plan.device(place) for place in plan.places])
+        controller = _controller(prepared, view)
         try:
-            controller.supervise(workers)
+            controller.supervise(LocalWorkers(prepared.job))
         except KeyboardInterrupt as error:
             raise RunError("interrupted twice: stopped at once, the step in flight is lost.") from error
     summary = controller.summary()
     (prepared.run / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     _conclude(prepared, summary, view)
-    return INTERRUPTED if controller.stopped else 0
+    return (INTERRUPTED if controller.stopped else 0), summary
+
+
+def _controller(prepared: Prepared, view: ProgressView) -> Controller:
+    from runflat.elastic.assemble import assemble, layout_planner
+    from runflat.elastic.state import Limits
+    from runflat.parallel.optimizer import learning_rate
+    from runflat.train.data import sample_hash
+    from runflat.train.job import DTYPES, optimizer_settings
+
+    config, corpus = prepared.config, prepared.corpus
+    settings = optimizer_settings(config.train)
+    planner = layout_planner(
+        prepared.spec,
+        tp=config.layout.tp,
+        replicas=config.layout.replicas,
+        num_sequences=config.train.global_batch,
+        seq_len=config.data.seq_len,
+        element_bytes=DTYPES[config.train.dtype].itemsize,
+        chain=config.on_failure,
+    )
+
+    def numbered(previous: str, step: int, samples: Iterable[int]) -> str:
+        return sample_hash(previous, step, [(number, number) for number in samples])
+
+    return assemble(
+        prepared.run,
+        planner,
+        view,
+        limits=Limits(timeout_s=config.train.timeout_s),
+        sample_hash=corpus.sample_hash if corpus else numbered,
+        learning_rate=lambda step: learning_rate(settings, step),
+        secret=secrets.token_hex(16),
+        checkpoint=prepared.checkpoint,
+        dead=config.layout.dead,
+        events=prepared.events,
+        no_goodput=None if config.devices == "emulated" else NO_GOODPUT,
+    )
 
 
 def _conclude(prepared: Prepared, summary: dict[str, Any], view: ProgressView) -> None:

@@ -7,20 +7,30 @@ sockets of the generations that are to be left. All other orders wait in a queue
 from __future__ import annotations
 
 import os
-import queue
-import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from runflat.cluster.events import event_to_json
 from runflat.elastic.agree import agree
 from runflat.elastic.duties import Duties
 from runflat.elastic.formation import Address, Formation, bury
+from runflat.elastic.inbox import Channel, Inbox
 from runflat.elastic.inject import Striker
-from runflat.elastic.orders import Abort, Exit, Go, Order, PlanOrder, Prepare, Resume, Stop, Switch, Unprepare
+from runflat.elastic.joining import self_test
+from runflat.elastic.orders import (
+    Abort,
+    Exit,
+    Go,
+    Order,
+    PlanOrder,
+    Receive,
+    Resume,
+    Switch,
+)
 from runflat.elastic.presence import Heart, Presence
+from runflat.elastic.prospects import ORDERS, Prospects
 from runflat.elastic.stepping import Step
 from runflat.elastic.strike import announce_pid, suffer
 from runflat.errors import RunError
@@ -36,25 +46,17 @@ from runflat.train.job import Job, worker_device
 from runflat.train.step import Scalars, StepResult
 
 FORM_TIMEOUT_S = 5.0
-FOREVER = 1 << 60
-"""A generation above all: everything is to be left."""
-
-
-class Channel(Protocol):
-    """A worker's end of the connection to the controller."""
-
-    def send(self, message: Mapping[str, Any]) -> None:
-        """Deliver one JSON-ready message; nothing happens when the controller is gone."""
-
-    def receive(self) -> Order | None:
-        """The next order; None when the controller is gone."""
 
 
 class Session:
     """One worker process (or thread, in tests)."""
 
-    def __init__(self, job: Job, device_id: str, channel: Channel, store: Address, index: int):
-        """`store` is where the process groups meet; `index` numbers the workers of this machine."""
+    def __init__(self, job: Job, device_id: str, channel: Channel, store: Address, index: int, returning: bool = False):
+        """`store` is where the process groups meet; `index` numbers the workers of this machine.
+
+        `returning`: the device has been here before, or is a spare: it tests itself before it may join.
+        """
+        self.returning = returning
         self.job = job
         self.device_id = device_id
         self.channel = channel
@@ -68,17 +70,14 @@ class Session:
             interrupt=self.interrupt,
             waiting=self._waiting,
         )
-        self.orders: queue.Queue[Order | None] = queue.Queue()
-        self.stop = threading.Event()
-        self.orphaned = threading.Event()
+        self.inbox = Inbox(channel, self._leave_below)
         self.striker = Striker(job.inject, device_id)
         self.engine = Engine(job, worker_device(index), self._phase)
         self.duties = Duties(self.engine, self.say)
         self.base: Plan | None = None
         self.plan: Plan | None = None
         self.resume: Resume | None = None
-        self.prepared: Formation | None = None
-        self.switch: Switch | None = None
+        self.prospects = Prospects(self.engine, device_id, self._form, self.say, self.sockets.exempt.add)
         self.last: Scalars | None = None
         self.stop_at: int | None = None
         self.times: dict[str, float] = {}
@@ -86,29 +85,12 @@ class Session:
 
     # ---- threads beside the main one
 
-    def listen(self) -> None:
-        """Take orders until the controller is gone; runs in a thread of its own."""
-        while (order := self.channel.receive()) is not None:
-            if isinstance(order, Abort):
-                self._leave_below(order.generation)
-            elif isinstance(order, Stop):
-                self.stop.set()
-                continue
-            elif isinstance(order, Switch):
-                self.switch = order
-                continue
-            elif isinstance(order, Exit):
-                self._leave_below(FOREVER)
-            self.orders.put(order)
-        self.orphaned.set()
-        self.stop.set()
-        self.orders.put(None)
-
     def _leave_below(self, generation: int) -> None:
         """Wake the main thread out of every older generation, whatever it waits for."""
         self._mark = time.monotonic()
         self.interrupt.leave_below(generation)
-        for plan in (self.plan, self.prepared.plan if self.prepared else None):
+        prepared = self.prospects.formation
+        for plan in (self.plan, prepared.plan if prepared else None):
             if plan is not None and plan.generation < generation:
                 self.sockets.abort(plan.generation)
 
@@ -140,14 +122,20 @@ class Session:
         A step that could not commit because a device was lost comes again. Ends when the controller says `exit`, or is
         gone.
         """
-        threading.Thread(target=self.listen, name="orders", daemon=True).start()
+        self.inbox.start()
         heart = Heart(self.presence, self.channel.send)
         announce_pid(Path(self.job.run), self.device_id)
         self.say("hello", pid=os.getpid())
+        if self.returning:
+            self._phase("selftest")
+            problem = self_test(self.engine.device)
+            self.say("selftested", ok=not problem, text=problem)
         try:
             while (order := self._next()) is not None and not isinstance(order, Exit):
                 if isinstance(order, Go):
                     yield from self._go()
+                elif isinstance(order, Switch):
+                    yield from self._join(order)
                 else:
                     self._obey(order)
             if order is None and self.engine.progress.step:
@@ -158,17 +146,17 @@ class Session:
     def _next(self) -> Order | None:
         """The next order. The controller's end of the channel bounds the wait: when it closes, None comes."""
         self.presence.enter("idle", "an order of the controller")
-        return self.orders.get()
+        return self.inbox.next()
 
     def _obey(self, order: Order) -> None:
         if isinstance(order, Abort):
             self._answer_abort(order)
         elif isinstance(order, PlanOrder):
             self._take_plan(order)
-        elif isinstance(order, Prepare):
-            self._prepare(order)
-        elif isinstance(order, Unprepare):
-            self._unprepare()
+        elif isinstance(order, ORDERS):
+            if isinstance(order, Receive):
+                self._phase("copy")
+            self.prospects.obey(order)
 
     def _lap(self, name: str) -> None:
         now = time.monotonic()
@@ -183,8 +171,9 @@ class Session:
         if kept:
             comms = kept[0]
             self.sockets.abort(comms.generation)
-            bury([comms.close], kept)
-        self._unprepare()
+            _drop(kept)
+        self.prospects.forget_all()
+        self.inbox.switch = None
 
     def _answer_abort(self, order: Abort) -> None:
         self.times = {}
@@ -235,26 +224,45 @@ class Session:
 
     def _go(self) -> Iterator[Step]:
         """Form the groups of the plan taken, move what must move, compare, and train until something ends it."""
-        assert self.plan is not None
-        assert self.resume is not None
-        moves = tuple(Transfer(**move.model_dump()) for move in self.resume.transfers)
         try:
-            self._phase("form")
-            formation = self._form(self.plan)
-            try:
-                comms = formation.wait()
-            except (AbortedError, CommsError):
-                formation.abandon()
-                raise
-            self._lap("form")
-            self.say("formed", generation=self.plan.generation, form_s=formation.seconds)
-            num_bytes = self._enter(self.plan, comms, moves)
-            self.say("running", generation=self.plan.generation, bytes_moved=num_bytes, phases_s=self.times)
-            yield from self._train()
+            yield from self._form_and_train()
         except AbortedError:
             return  # the abort order is next in the queue
         except CommsError as error:
             self._suspect(error)
+
+    def _join(self, order: Switch) -> Iterator[Step]:
+        """A newcomer that has been fed goes over to the prepared plan together with all the others."""
+        newcomer = self.prospects.newcomer
+        if newcomer is None or self.prospects.formation is None or order is not self.inbox.switch:
+            return  # of a change that was given up meanwhile
+        self.plan = newcomer.plan
+        self.presence.generation = self.plan.generation
+        try:
+            self._phase("join")
+            self._go_over()
+            yield from self._train()
+        except AbortedError:
+            return
+        except CommsError as error:
+            self._suspect(error)
+
+    def _form_and_train(self) -> Iterator[Step]:
+        assert self.plan is not None
+        assert self.resume is not None
+        moves = tuple(Transfer(**move.model_dump()) for move in self.resume.transfers)
+        self._phase("form")
+        formation = self._form(self.plan)
+        try:
+            comms = formation.wait()
+        except (AbortedError, CommsError):
+            formation.abandon()
+            raise
+        self._lap("form")
+        self.say("formed", generation=self.plan.generation, form_s=formation.seconds)
+        num_bytes = self._enter(self.plan, comms, moves)
+        self.say("running", generation=self.plan.generation, bytes_moved=num_bytes, phases_s=self.times)
+        yield from self._train()
 
     def _suspect(self, error: CommsError) -> None:
         """A collective failed. That names nobody: report it and wait for what the controller makes of it."""
@@ -283,21 +291,26 @@ class Session:
         engine.join(comms)
         self._phase("transfer")
         engine.progress = agree(comms, engine.progress if self.base else None)
-        old = self.base or plan
         num_bytes = 0
+        if self.prospects.newcomer is not None:
+            num_bytes = self.prospects.newcomer.take_over(engine.progress.step, self.network.timeout_s)
+            self.base = plan
+        old = self.base or plan
         if moves or self.base is None or self.base.generation != plan.generation:
             change = Change(engine.spec, old, plan, moves, self.device_id, engine.dtype, engine.device)
             state = read_state(engine.params, engine.optimizer) if self.base else NOTHING
             moved = execute_transfers(change, state, comms)
             engine.adopt(change.held(plan), moved.state)
-            num_bytes = moved.received_bytes
+            num_bytes += moved.received_bytes
         self.base = plan
         self._lap("transfer")
         self._phase("digest")
         engine.enter(plan, place, comms)
         self._compare(plan, comms)
         self._lap("digest")
+        self.prospects.forget_all()
         self.presence.generation = plan.generation
+        self.presence.committed = engine.progress.step
         return num_bytes
 
     def _compare(self, plan: Plan, comms: Any) -> None:
@@ -311,38 +324,6 @@ class Session:
             units = [f"{kind} {unit}" for kind, unit in differ]
             self.say("mismatch", generation=plan.generation, units=units)
             raise CommsError(f"holders of {', '.join(units[:5])} do not have the same bits.")
-
-    # ---- growth and orderly leaves: the next groups form while training goes on
-
-    def _prepare(self, order: Prepare) -> None:
-        plan = plan_from_json(order.plan)
-        if plan.place(self.device_id) is not None:
-            self._unprepare()
-            self.prepared = self._form(plan)
-            self.prepared_plan = plan
-        self._watch_preparation(order.generation)
-
-    def _watch_preparation(self, generation: int) -> None:
-        """Report when the prepared groups are there, from a side thread: the main thread trains on."""
-        formation = self.prepared
-
-        def watch() -> None:
-            try:
-                if formation is not None:
-                    formation.wait()
-                self.say("prepared", generation=generation)
-            except AbortedError:
-                return
-            except CommsError as error:
-                self.say("formfail", generation=generation, text=str(error))
-
-        threading.Thread(target=watch, name="prepare", daemon=True).start()
-
-    def _unprepare(self) -> None:
-        if self.prepared is not None:
-            self.prepared.abandon()
-        self.prepared = None
-        self.switch = None
 
     # ---- training
 
@@ -363,40 +344,35 @@ class Session:
                 self._go_over()
 
     def _poll(self) -> None:
-        """Between steps: orders that act on side threads are taken up here."""
+        """Between steps: leave if that is due, and take up orders that act beside training."""
         self.interrupt.check(self.presence.generation)
-        while True:
-            try:
-                order = self.orders.get_nowait()
-            except queue.Empty:
-                return
-            if isinstance(order, Prepare | Unprepare):
-                self._obey(order)
-            elif order is not None:
-                self.orders.put(order)
-                return
+        while (order := self.inbox.poll((*ORDERS, Switch))) is not None:
+            if isinstance(order, ORDERS):
+                self.prospects.obey(order)
 
     def wishes(self) -> tuple[bool, bool]:
         """Whether this device wants to stop, and to switch, after the step in flight."""
-        return self.stop.is_set(), self.switch is not None
+        return self.inbox.stop.is_set(), self.inbox.switch is not None
 
     def commit(self, scalars: Scalars) -> StepResult:
         """Apply the step whose gradients are final."""
         self.last = scalars
-        result = self.engine.commit(scalars)
+        with self.prospects.feeds.lock:
+            result = self.engine.commit(scalars)
+            self.prospects.feeds.after_commit(result)
         self.presence.committed = self.engine.progress.step
         return result
 
     def _go_over(self) -> None:
         """At the boundary: take up the prepared plan, or leave if it has no place for this device."""
-        order, formation = self.switch, self.prepared
-        self.switch = self.prepared = None
+        order, formation = self.inbox.switch, self.prospects.take_groups()
+        self.inbox.switch = None
         assert order is not None
         committed = self.engine.progress.step
         self.times, self._mark = {}, time.monotonic()
         old = self.engine.leave()
         if formation is None:
-            bury([old[0].close], old)
+            _drop(old)
             self.say("switched", generation=order.generation, committed=committed)
             self.plan = None
             return
@@ -404,7 +380,7 @@ class Session:
         comms = formation.wait()
         moves = tuple(Transfer(**move.model_dump()) for move in order.transfers)
         num_bytes = self._enter(formation.plan, comms, moves)
-        bury([old[0].close], old)
+        _drop(old)
         self.say(
             "switched",
             generation=order.generation,
@@ -412,3 +388,9 @@ class Session:
             bytes_moved=num_bytes,
             phases_s=self.times,
         )
+
+
+def _drop(left: list[Any]) -> None:
+    """Drop the groups that `Engine.leave` gave, and what it may still write to, on a side thread."""
+    if left:
+        bury([left[0].close], left)

@@ -71,7 +71,9 @@ def worker_process(
     code = 0
     try:
         parsed = Job.model_validate_json(job)
-        Session(parsed, device_id, channel, ("127.0.0.1", port), _index(device_id, parsed.tp_full)).run()
+        Session(
+            parsed, device_id, channel, ("127.0.0.1", port), _index(device_id, parsed.tp_full), incarnation > 0
+        ).run()
     except BaseException as error:  # whatever it is, the controller must hear of it: it decides what the job does
         channel.send(error_message(error))
         code = FAILED

@@ -32,6 +32,7 @@ class Job(BaseModel):
     emulated: DeviceModel | None = None
     memory_bytes: int | None = None
     inject: list[dict[str, Any]] = []
+    loop: str | None = None
 
 
 def hf_config(fields: Mapping[str, Any]) -> PreTrainedConfig:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from runflat.parallel.casts import lift_forward
 from runflat.check.ranks import run_ranks
+from runflat.parallel.casts import lift_forward
 from runflat.parallel.comms import Comms
 from runflat.parallel.grad_sync import GradSync
 from runflat.parallel.optimizer import OptimizerSettings, build_optimizer

@@ -1,0 +1,163 @@
+"""From a configuration to everything that a run needs before its first worker starts."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from runflat.config import DeviceSection, TrainConfig
+from runflat.errors import ConfigError
+
+if TYPE_CHECKING:
+    from runflat.cluster.events import Event
+    from runflat.plan.plan import Plan
+    from runflat.plan.units import ModelSpec
+    from runflat.train.checkpoint import Checkpoint
+    from runflat.train.data import Corpus
+    from runflat.train.emulate import DeviceModel
+    from runflat.train.job import Job
+
+GIGABYTE = 10**9
+GIGABIT_BYTES = 10**9 / 8
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Everything that is known before the first worker starts; `plan` is the one that the run will start with."""
+
+    config: TrainConfig
+    run: Path
+    spec: ModelSpec
+    plan: Plan
+    corpus: Corpus | None
+    checkpoint: Checkpoint | None
+    events: tuple[Event, ...]
+    job: Job
+
+
+def prepare(config: TrainConfig, warn: Callable[[str], Any], loop: str | None = None) -> Prepared:
+    """Check everything that can be checked, read the data, make the plan; nothing of an older run is touched.
+
+    `loop` ("file.py:function") replaces runflat's own training loop; such a loop brings its own data.
+
+    Raises:
+        UserError: the model, layout, data or checkpoint cannot be used.
+    """
+    from runflat.commands.models import section_config
+    from runflat.elastic.inject import for_workers
+    from runflat.elastic.leftovers import publish_leftovers
+    from runflat.parallel.tp_plan import build_meta_model, read_rules
+    from runflat.plan.planner import build_plan, live_devices
+    from runflat.train.checkpoint import newest_checkpoint
+    from runflat.train.job import DTYPES, Job
+
+    run = _run_folder(config)
+    hf_config = section_config(config.model)
+    attention = None if config.model.attention == "auto" else config.model.attention
+    model = build_meta_model(hf_config, DTYPES[config.train.dtype], attention)
+    spec = read_rules(model, config.layout.tp).spec
+    if config.resume:
+        publish_leftovers(config.resume, spec, warn)
+    checkpoint = newest_checkpoint(config.resume, warn) if config.resume else None
+    devices = live_devices(config.layout.tp, config.layout.replicas, config.layout.dead_slots)
+    plan = build_plan(spec, devices, config.layout.tp, config.train.global_batch, config.data.seq_len)
+    if checkpoint:
+        _check_resume(config, checkpoint, spec)
+    corpus = None if loop else _corpus(config, run, spec)
+    events = _events(config)
+    job = Job(
+        hf_config=json.loads(hf_config.to_json_string(use_diff=False)),
+        attention=attention,
+        tp_full=config.layout.tp,
+        seq_len=config.data.seq_len,
+        corpus=corpus.to_json() if corpus else None,
+        train=config.train,
+        run=str(run),
+        from_dir=str(config.model.from_dir) if config.model.from_dir else None,
+        emulated=_device_model(config.device) if config.devices == "emulated" else None,
+        memory_bytes=int(config.device.memory_gb * GIGABYTE) if config.device.memory_gb else None,
+        inject=_event_rows(for_workers(events)),
+        loop=loop,
+    )
+    return Prepared(config, run, spec, plan, corpus, checkpoint, events, job)
+
+
+def _check_resume(config: TrainConfig, checkpoint: Checkpoint, spec: ModelSpec) -> None:
+    from runflat.train.checkpoint import check_model
+
+    check_model(checkpoint, spec)
+    end = min(config.train.steps, config.train.stop_after or config.train.steps)
+    if checkpoint.progress.step >= end:
+        raise ConfigError(
+            f"the run is at step {checkpoint.progress.step} and is to end at step {end}: nothing is left to do. Raise "
+            f"train.steps to train longer."
+        )
+
+
+def _corpus(config: TrainConfig, run: Path, spec: ModelSpec) -> Corpus:
+    from runflat.train.data import prepare as prepare_data
+
+    return prepare_data(
+        config.data.paths,
+        cache_dir=run / "tokens",
+        seq_len=config.data.seq_len,
+        seed=config.data.seed,
+        tokenizer=config.data.tokenizer,
+        holdout_fraction=config.data.holdout_fraction,
+        max_holdout_sequences=config.data.holdout_sequences,
+        model_vocab_size=spec.kind("vocab").size,
+    )
+
+
+def _events(config: TrainConfig) -> tuple[Event, ...]:
+    from runflat.cluster.events import read_events
+
+    return tuple(read_events(config.inject)) if config.inject else ()
+
+
+def _event_rows(events: tuple[Event, ...]) -> list[dict[str, Any]]:
+    from runflat.cluster.events import event_to_json
+
+    return [dict(event_to_json(event)) for event in events]
+
+
+def _device_model(device: DeviceSection) -> DeviceModel:
+    """What is declared of an emulated device."""
+    from runflat.power.curve import curve_named
+    from runflat.train.emulate import DeviceModel
+
+    assert device.rate_tflops is not None
+    return DeviceModel(
+        rate_flops=device.rate_tflops * 1e12,
+        domain_bytes=device.domain_link_gbps * GIGABIT_BYTES if device.domain_link_gbps else None,
+        network_bytes=device.network_gbps * GIGABIT_BYTES if device.network_gbps else None,
+        speed=curve_named(device.curve).ratio(device.power, 1.0),
+    )
+
+
+def _run_folder(config: TrainConfig) -> Path:
+    """The folder of the run, made if need be; a folder that holds another run is refused."""
+    run = config.run or config.resume or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+    if (run / "steps.jsonl").exists() and run != config.resume:
+        raise ConfigError(
+            f"{run} holds a run already: give another folder with --run, or go on with it by --resume {run}."
+        )
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"the folder {run} cannot be made: {error}. Give another with --run.") from error
+    return run
+
+
+def write_config(prepared: Prepared) -> None:
+    """Record the configuration, and drop the steps that a resumed run will do again."""
+    run, config = prepared.run, prepared.config
+    (run / "config.json").write_text(config.model_dump_json(indent=2) + "\n")
+    steps = run / "steps.jsonl"
+    start = prepared.checkpoint.progress.step if prepared.checkpoint else 0
+    lines = steps.read_text().splitlines() if steps.exists() else []
+    steps.write_text("".join(f"{line}\n" for line in lines if json.loads(line)["step"] < start))
