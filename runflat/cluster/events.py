@@ -7,8 +7,8 @@ command line, so that a recorded run can be replayed and a failure trace can be 
      {"event": "return", "device": "1:2", "step": 8}]
 
 An event says what (``event``), where (``device``, or ``node`` for a whole node or domain) and when (``time_s`` since
-the start, or ``step`` with an optional ``phase``). A row that carries the key ``record`` instead of ``event`` is
-another note of the runtime (a plan, an incident, a summary) and is passed over by the readers.
+the start, or ``step`` with an optional ``phase``; a recorded event may have both). A row that carries the key
+``record`` instead of ``event`` is another note of the runtime (a plan, an incident, a summary); readers pass over it.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ class Event:
     peer: str | None = None
     """The other end of a ``flake``."""
     time_s: float | None = None
-    """Seconds since the start of the run or trace; excludes ``step``."""
+    """Seconds since the start of the run or trace."""
     step: int | None = None
-    """Step during which it happens, counted from 0."""
+    """Step during which it happens, counted from 0. A recorded event may have time and step."""
     phase: str | None = None
     """One of :data:`PHASES`; only with ``step``."""
     duration_s: float | None = None
@@ -125,8 +125,6 @@ def _problems(event: Event) -> Iterable[str]:
     """Yield in words each way in which the fields of ``event`` contradict each other."""
     if (event.device is None) == (event.node is None):
         yield "field 'device' or 'node': exactly one of the two must say where it happens"
-    if event.time_s is not None and event.step is not None:
-        yield f"fields 'time_s' and 'step': give one of them, not both (time_s {event.time_s}, step {event.step})"
     if event.phase is not None and event.step is None:
         yield f"field 'phase' is {event.phase!r}, but without 'step' it has no meaning: add 'step'"
     if event.phase is not None and event.phase not in PHASES:

@@ -166,6 +166,10 @@ class JobFacts:
         """Sequences of a replica in health, rounded up."""
         return -(-self.num_sequences // self.num_replicas)
 
+    def most_hit(self, dead_slots: Sequence[int]) -> int:
+        """Dead devices of the stage that lost most, for a replica with these dead slots."""
+        return max((sum(slot // self.tp_full == stage for slot in dead_slots) for stage in range(self.pp)), default=0)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
@@ -276,7 +280,7 @@ def _choices(
         reducible = going | {
             other for other in hit if hit[other] and other not in waiting and Strategy.NTP in chain and other != replica
         }
-        degree = reduced_degree(job.tp_full, _worst(job, dead), job.degrees)
+        degree = reduced_degree(job.tp_full, job.most_hit(dead), job.degrees)
         choice = choose(
             chain,
             Hit(
@@ -302,16 +306,11 @@ def _dead_slots(job: JobFacts, health: Health, seats: Mapping[Place, str], repli
     return tuple(slot for slot in slots if not health.is_live(seats[(replica, slot)]))
 
 
-def _worst(job: JobFacts, dead: Sequence[int]) -> int:
-    """Dead devices of the most hit stage."""
-    return max((sum(slot // job.tp_full == stage for slot in dead) for stage in range(job.pp)), default=0)
-
-
 def _proportional(job: JobFacts) -> SecondsPerSequence:
     """Seconds in proportion to the most hit stage's share of lost devices; 1 for a full replica."""
 
     def seconds(replica: int, dead: tuple[int, ...]) -> float:
-        return job.tp_full / reduced_degree(job.tp_full, _worst(job, dead), job.degrees)
+        return job.tp_full / reduced_degree(job.tp_full, job.most_hit(dead), job.degrees)
 
     return seconds
 

@@ -111,7 +111,7 @@ def trace_from_events(events: Sequence[Event], *, span_s: float | None = None, s
     """The outages that a list of timed events describes: from a loss to the next return of the same place.
 
     Devices and nodes are numbered in the order of their first appearance. A loss without a return lasts for its
-    ``duration_s``, or for ever.
+    ``duration_s``, or for ever. Injected events without a time are passed over where the run recorded what it saw.
 
     Raises:
         TraceError: for an event without ``time_s``, or a return of something that had not failed.
@@ -120,7 +120,11 @@ def trace_from_events(events: Sequence[Event], *, span_s: float | None = None, s
     down: dict[str, tuple[float, str]] = {}
     rows: list[tuple[float, float, int, str]] = []
     last_s = 0.0
+    # A run records what was injected, by step, beside what was seen of it, by time: the second is the trace.
+    recorded = any(event.event is EventKind.FAIL for event in events)
     for number, event in enumerate(events, start=1):
+        if recorded and event.time_s is None and event.step is not None:
+            continue
         if event.time_s is None:
             raise TraceError(f"{source}, event {number}: 'time_s' is missing; a trace needs the time of each event")
         place, last_s = event.place, max(last_s, event.time_s)

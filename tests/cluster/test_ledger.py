@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -14,7 +15,7 @@ def test_every_category_has_a_goodput_name_and_a_place_in_the_table() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(list(Category)), st.floats(0, 1e7), st.integers(0, 100_000))))
-def test_parts_sum_to_the_total_and_survive_json(charges) -> None:
+def test_parts_sum_to_the_total_and_survive_json(charges: list[tuple[Category, float, int]]) -> None:
     """Catches time that is booked twice, dropped on the way to a file, or merged wrongly."""
     ledger = Ledger()
     for category, seconds, num_devices in charges:
@@ -60,7 +61,7 @@ def test_a_category_of_another_version_is_named() -> None:
         Ledger.from_json({"coffee": 1.0})
 
 
-def test_an_incident_is_one_line_that_event_readers_pass_over(tmp_path) -> None:
+def test_an_incident_is_one_line_that_event_readers_pass_over(tmp_path: Path) -> None:
     """Catches an incident without its total or one that is taken for an event."""
     incident = Incident(
         number=0, device="1:2", cause="kill", started_s=3.0, strategy="ntp", phases_s={"detect": 0.5, "form": 0.25}

@@ -1,0 +1,134 @@
+"""The simulator against the runtime: runs on emulated devices with injected failures, predicted from other runs.
+
+    python benchmarks/cross_check/run.py --measure 0 1 2 3 4 --judge 5 6 7 8 9
+
+Each seed is a training run with two kills (and, with --returns, one return). Recovery phases are medians over the
+measured seeds; events, the declared device rate and the seconds before the first step are those of the judged run: how
+fast processes start depends on what else the machine does. Compared are goodput, each ledger
+category as a share of all device-time, and the sequences of each replica under each plan. Writes result.json beside
+itself. A judged run whose clock was late shows it in its step times, which are printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from runflat.cluster.events import parse_events
+from runflat.commands.models import section_config
+from runflat.config import ModelSection
+from runflat.parallel.tp_plan import build_meta_model, read_rules
+from runflat.plan.plan import plan_from_json
+from runflat.sim.config import ClusterConfig, JobConfig, RecoveryConfig, SimConfig
+from runflat.sim.emulated import emulated_line
+from runflat.sim.measured import measured_recovery, read_incidents
+from runflat.sim.replay import EMULATED_PARTS, ReplayResult, replay
+from runflat.traces.generate import Component, FailureSource
+
+TP, DP, LOCAL, SEQ_LEN, STEPS, RATE_TFLOPS = 4, 2, 7, 64, 14, 2e-5
+PHASES = ("forward", "backward")
+
+
+def scenario(seed: int, returns: bool) -> str:
+    """Two kills in different replicas, and a return of the first; as the injector reads it."""
+    chance = random.Random(seed)
+    first, second = chance.sample(range(DP), 2)
+    rows: list[dict[str, object]] = [
+        {"event": "kill", "device": f"{first}:{chance.randrange(TP)}", "step": 3, "phase": chance.choice(PHASES)},
+        {"event": "kill", "device": f"{second}:{chance.randrange(TP)}", "step": 7, "phase": chance.choice(PHASES)},
+    ]
+    if returns:
+        rows.append({"event": "return", "device": rows[0]["device"], "step": 9})
+    return json.dumps(rows)
+
+
+def train(seed: int, folder: Path, returns: bool) -> Path:
+    """The run folder of a seed, after the run."""
+    run, injected = folder / f"seed-{seed}", folder / f"seed-{seed}.json"
+    injected.write_text(scenario(seed, returns))
+    flags = {
+        "--run": run, "--layout.tp": TP, "--layout.replicas": DP, "--model.preset": "tiny",
+        "--train.steps": STEPS, "--train.warmup_steps": 2, "--train.global_batch": DP * LOCAL,
+        "--data.seq_len": SEQ_LEN, "--devices": "emulated", "--device.rate_tflops": RATE_TFLOPS,
+        "--inject": injected,
+    }  # fmt: skip
+    argv = [str(part) for flag in flags.items() for part in flag]
+    subprocess.run([sys.executable, "-m", "runflat.cli", "train", *argv], check=True, timeout=600)
+    return run
+
+
+def start_s(run: Path) -> float:
+    """Seconds before the first step."""
+    first = json.loads((run / "steps.jsonl").read_text().splitlines()[0])
+    return float(first["time_s"] - first["step_s"])
+
+
+def predict(run: Path, costs: RecoveryConfig, injected: str) -> ReplayResult:
+    """What the simulator says of a run."""
+    model = build_meta_model(section_config(ModelSection(preset="tiny")), torch.float32, None)
+    config = SimConfig(
+        job=JobConfig(tp=TP, dp=DP, local_batch=LOCAL, seq_len=SEQ_LEN),
+        cluster=ClusterConfig(domain_size=TP),
+        failures=FailureSource(components=(Component(name="none", per_device_day=0.0),)),
+        recovery=costs,
+    )
+    line = emulated_line(read_rules(model, TP).spec, tp_full=TP, seq_len=SEQ_LEN, rate_flops=RATE_TFLOPS * 1e12)
+    return replay(config, "ntp,drop", parse_events(injected), num_steps=STEPS, line=line, parts=EMULATED_PARTS)
+
+
+def shares_of_plans(run: Path) -> list[list[tuple[int, int]]]:
+    """(replica, sequences) of each plan after the first."""
+    plans = [plan_from_json(path.read_text()) for path in sorted((run / "plans").glob("*.json"))]
+    return [[(replica.replica, replica.num_sequences) for replica in plan.replicas] for plan in plans[1:]]
+
+
+def compare(run: Path, predicted: ReplayResult) -> dict[str, object]:
+    """Errors of a prediction: of goodput relative, of each category in shares of all device-time."""
+    summary = json.loads((run / "summary.json").read_text())
+    total = sum(summary["device_s"].values())
+    ledger = predicted.totals.ledger
+    ours = {name: seconds / ledger.total_device_s for name, seconds in ledger.to_json().items()}
+    errors = {name: ours[name] - seconds / total for name, seconds in summary["device_s"].items()}
+    steps = [json.loads(line)["step_s"] for line in (run / "steps.jsonl").read_text().splitlines()]
+    return {
+        "goodput": summary["goodput"],
+        "goodput_predicted": predicted.goodput,
+        "goodput_error": predicted.goodput / summary["goodput"] - 1,
+        "category_errors": errors,
+        "largest_category_error": max(abs(error) for error in errors.values()),
+        "plans_identical": shares_of_plans(run) == [list(d.shares) for _, d in predicted.decisions],
+        "step_s": steps,
+    }
+
+
+def main(measure: list[int], judge: list[int], folder: Path, returns: bool) -> dict[str, object]:
+    """All judged seeds, by number, after the measured ones gave their phase times."""
+    folder.mkdir(parents=True, exist_ok=True)
+    runs = [train(seed, folder, returns) for seed in measure]
+    costs = measured_recovery(
+        read_incidents(run / "events.jsonl" for run in runs), RecoveryConfig(join_s=0, checkpoint_save_s=0)
+    )
+    found: dict[str, object] = {}
+    for seed in judge:
+        run = train(seed, folder, returns)
+        started = costs.model_copy(update={"start_s": start_s(run)})
+        found[str(seed)] = compare(run, predict(run, started, scenario(seed, returns)))
+    return {"costs": costs.model_dump(mode="json"), "judged": found}
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--measure", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    parser.add_argument("--judge", type=int, nargs="+", default=[5, 6, 7, 8, 9])
+    parser.add_argument("--runs", type=Path, default=Path("runs/cross_check"))
+    parser.add_argument("--returns", action="store_true")
+    given = parser.parse_args()
+    result = main(given.measure, given.judge, given.runs, given.returns)
+    print(json.dumps(result, indent=1))
+    (Path(__file__).parent / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
