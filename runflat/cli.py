@@ -12,9 +12,15 @@ from runflat.errors import RunflatError
 COMMANDS = {
     "plan": "what each device holds, sends and needs, for a model and its dead slots",
     "verify": "prove on your model that a step with dead slots equals the unsharded step",
-    "train": "train a causal LM with replicas of different tensor-parallel degree",
+    "train": "train a causal LM; lose devices, go on at a lower degree, take them back",
     "demo": "lose a worker in the middle of a step, train on, take it back, and compare",
     "diff": "compare two checkpoints of any layouts, tensor by tensor",
+    "simulate": "what each strategy is worth on a cluster and its failures",
+    "sweep": "the same over a range of failure rates, domain sizes, spares, ...",
+    "advise": "which strategy, how many spares, how much power headroom, and how sure that is",
+    "trace": "describe a file of failures: rates, repair times, concurrency",
+    "step-time": "predict the time of a training step, part by part",
+    "validate": "hold the step-time model against published measurements",
 }
 """Commands by name, with the line that `runflat --help` prints; each is `main(argv)` of a module in `commands`."""
 
