@@ -36,10 +36,14 @@ EXACT_FAILURE = [
     {"event": "kill", "device": "1:2", "step": 4, "phase": "backward"},
     {"event": "return", "device": "1:2", "step": 8},
 ]
-MAIN: tuple[str, ...] = ("--model.preset", "demo", "--data.seq_len", "128", "--train.steps", "60", "--train.global_batch", "28")
-MAIN += ("--train.micro_batch", "16", "--train.lr", "3e-3", "--train.warmup_steps", "10")
-EXACT: tuple[str, ...] = ("--model.preset", "tiny", "--layout.tp", "4", "--layout.replicas", "2", "--data.seq_len", "64")
-EXACT += ("--train.steps", "12", "--train.global_batch", "14", "--train.dtype", "float64", "--train.lift_casts")
+MAIN = tuple(
+    "--model.preset demo --data.seq_len 128 --train.steps 60 --train.global_batch 28 --train.micro_batch 16 "
+    "--train.lr 3e-3 --train.warmup_steps 10".split()
+)
+EXACT = tuple(
+    "--model.preset tiny --layout.tp 4 --layout.replicas 2 --data.seq_len 64 --train.steps 12 --train.global_batch 14 "
+    "--train.dtype float64 --train.lift_casts".split()
+)
 LAYOUT = ("--layout.tp", "4", "--layout.replicas", "2")
 OTHER_LAYOUT = ("--layout.tp", "3", "--layout.replicas", "1")
 TO_COMPARED = ("--train.stop_after", str(COMPARED_STEP))

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 import torch
+from transformers import PreTrainedModel
 
 from runflat.parallel.comms import AbortedError, CommsError
 from runflat.train.engine import Engine
@@ -47,6 +48,12 @@ class Step:
         self.scalars: Scalars | None = None
         self.error: AbortedError | CommsError | None = None
         self._started = time.perf_counter()
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The transformers model with this device's shard; its loss is the sum over target tokens."""
+        assert self._engine.sharded is not None
+        return self._engine.sharded.model
 
     def compute(self) -> None:
         """Forward and backward of this replica's share, as runflat's own trainer does it."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -71,13 +72,26 @@ def worker_process(
     code = 0
     try:
         parsed = Job.model_validate_json(job)
-        Session(
-            parsed, device_id, channel, ("127.0.0.1", port), _index(device_id, parsed.tp_full), incarnation > 0
-        ).run()
+        index = _index(device_id, parsed.tp_full)
+        session = Session(parsed, device_id, channel, ("127.0.0.1", port), index, incarnation > 0)
+        loop = _user_loop(parsed.loop) if parsed.loop else Session.run
+        loop(session)
     except BaseException as error:  # whatever it is, the controller must hear of it: it decides what the job does
         channel.send(error_message(error))
         code = FAILED
     os._exit(code)  # not by way of destructors, which may wait for peers that are gone
+
+
+def _user_loop(name: str) -> Callable[[Session], None]:
+    """The function that "file.py:function" names; the file is run as a module of its own."""
+    path, _, function = name.rpartition(":")
+    spec = importlib.util.spec_from_file_location("runflat_user_loop", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    loop: Callable[[Session], None] = getattr(module, function)
+    return loop
 
 
 def _index(device_id: str, tp_full: int) -> int:

@@ -103,7 +103,7 @@ def safetensors_weights(folder: Path) -> WeightSource:
 
 
 def read_slices(lazy: Any, param: ParamSpec, ranges: tuple[Range, ...]) -> torch.Tensor:
-    """The `ranges` of a lazily opened safetensors slice along the parameter's partitioned dim, in memory of their own."""
+    """The `ranges` of a lazily opened safetensors slice along the partitioned dim, in memory of their own."""
     if param.dim is None:
         whole: torch.Tensor = lazy[:]
         return whole.clone()  # the slice is a view of the mapped file

@@ -34,7 +34,7 @@ ALLOWED["config"] = TRUNK | {"perf", "sim", "report"}
 WITH_TORCH = {"parallel", "train", "elastic", "check"}
 LOADS_TORCH = {"torch", "transformers", "safetensors.torch"}
 WHOLE_CONFIG = {"Config", "RunConfig"}
-TOP = {"cli", "commands", "__main__"}
+TOP = {"cli", "commands", "api", "__main__"}
 
 Sources = dict[str, str]
 
