@@ -13,8 +13,8 @@
         runflat.api.launch(train, model={"dir": "my-model"}, layout={"tp": 4, "replicas": 2}, train={"steps": 100})
 
 `step.model` is the unmodified transformers model with this device's shard of the weights; its loss is the *sum* over
-target tokens. Leaving `with step:` exchanges gradients, clips by the true global norm, updates (AdamW) and commits. When
-a device is lost, the loop gets the same step again under the new plan, in the same process.
+target tokens. Leaving `with step:` exchanges gradients, clips by the global norm, updates (AdamW) and commits. When a
+device is lost, the loop gets the same step again under the new plan, in the same process.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,17 +37,26 @@ EXACT_FAILURE = [
     {"event": "kill", "device": "1:2", "step": 4, "phase": "backward"},
     {"event": "return", "device": "1:2", "step": 8},
 ]
-MAIN = tuple(
-    "--model.preset demo --data.seq_len 128 --train.steps 60 --train.global_batch 28 --train.micro_batch 16 "
-    "--train.lr 3e-3 --train.warmup_steps 10".split()
-)
-EXACT = tuple(
-    "--model.preset tiny --layout.tp 4 --layout.replicas 2 --data.seq_len 64 --train.steps 12 --train.global_batch 14 "
-    "--train.dtype float64 --train.lift_casts".split()
-)
-LAYOUT = ("--layout.tp", "4", "--layout.replicas", "2")
-OTHER_LAYOUT = ("--layout.tp", "3", "--layout.replicas", "1")
-TO_COMPARED = ("--train.stop_after", str(COMPARED_STEP))
+LAYOUT = {"layout.tp": 4, "layout.replicas": 2}
+OTHER_LAYOUT = {"layout.tp": 3, "layout.replicas": 1}
+MAIN = {
+    "model.preset": "demo",
+    "data.seq_len": 128,
+    "train.steps": 60,
+    "train.global_batch": 28,
+    "train.micro_batch": 16,
+    "train.lr": 3e-3,
+    "train.warmup_steps": 10,
+}
+TO_COMPARED = {"train.stop_after": COMPARED_STEP}
+EXACT = {
+    "model.preset": "tiny",
+    "data.seq_len": 64,
+    "train.steps": 12,
+    "train.global_batch": 14,
+    "train.dtype": "float64",
+    "train.lift_casts": True,
+}
 
 
 @dataclass(frozen=True)
@@ -64,13 +74,13 @@ def main(argv: list[str]) -> int:
     folder = _fresh(args.run)
     started = time.monotonic()
     console.print("[bold]1. Train, lose worker 1:2 in the middle of step 8, get it back at step 14[/bold]")
-    _train(folder, "hurt", *MAIN, *LAYOUT, "--train.checkpoint_every", str(COMPARED_STEP), failures=FAILURE)
+    _train(folder, "hurt", MAIN | LAYOUT | {"train.checkpoint_every": COMPARED_STEP}, FAILURE)
     console.print("\n[bold]2. The same training twice without a failure, to step 20[/bold]")
-    _train(folder, "whole", *MAIN, *LAYOUT, *TO_COMPARED, quiet=console)
-    _train(folder, "other-layout", *MAIN, *OTHER_LAYOUT, *TO_COMPARED, quiet=console)
+    _train(folder, "whole", MAIN | LAYOUT | TO_COMPARED, quiet=console)
+    _train(folder, "other-layout", MAIN | OTHER_LAYOUT | TO_COMPARED, quiet=console)
     console.print("\n[bold]3. The same failure on a small model in float64, and without it[/bold]")
-    _train(folder, "exact-hurt", *EXACT, failures=EXACT_FAILURE, quiet=console)
-    _train(folder, "exact-whole", *EXACT, quiet=console)
+    _train(folder, "exact-hurt", EXACT | LAYOUT, EXACT_FAILURE, quiet=console)
+    _train(folder, "exact-whole", EXACT | LAYOUT, quiet=console)
     code = _conclude(folder, console)
     console.print(f"everything is in {folder}; the demo took {time.monotonic() - started:.0f} s")
     return code
@@ -89,10 +99,16 @@ def _fresh(folder: Path) -> Path:
 
 
 def _train(
-    folder: Path, name: str, *flags: str, failures: list[dict[str, Any]] | None = None, quiet: Console | None = None
+    folder: Path,
+    name: str,
+    settings: Mapping[str, Any],
+    failures: list[dict[str, Any]] | None = None,
+    quiet: Console | None = None,
 ) -> None:
     """One run of `runflat train` in a process of its own, its output on the screen unless `quiet` says otherwise."""
-    command = [sys.executable, "-m", "runflat.cli", "train", "--run", str(folder / name), *flags]
+    command = [sys.executable, "-m", "runflat.cli", "train", "--run", str(folder / name)]
+    for key, value in settings.items():
+        command += [f"--{key}"] if value is True else [f"--{key}", str(value)]
     if failures is not None:
         file = folder / f"{name}.failures.json"
         file.write_text(json.dumps(failures) + "\n")
