@@ -14,6 +14,8 @@ COMMANDS = {
     "verify": "prove on your model that a step with dead slots equals the unsharded step",
     "train": "train a causal LM; lose devices, go on at a lower degree, take them back",
     "demo": "lose a worker in the middle of a step, train on, take it back, and compare",
+    "devices": "list the devices of a run: who trains, waits, is lost, and why",
+    "device": "ask one device of a run to drain, to be killed, or to return",
     "diff": "compare two checkpoints of any layouts, tensor by tensor",
     "simulate": "what each strategy is worth on a cluster and its failures",
     "sweep": "the same over a range of failure rates, domain sizes, spares, ...",

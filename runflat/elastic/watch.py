@@ -170,24 +170,41 @@ def _answer(turn: Turn, deadline: Deadline) -> None:
         _blame(turn)
     elif deadline.kind is Due.CHANGE:
         _change_late(turn, deadline)
-    else:
-        for name in deadline.who:
+    elif state.stage in (Stage.ABORT, Stage.READY):
+        for name in deadline.who:  # each answers for itself here
             kill(turn, name, f"late with {deadline.name}")
+    else:
+        _blame_together(turn, deadline)
 
 
 def _change_late(turn: Turn, deadline: Deadline) -> None:
     growth = turn.state.growth
     assert growth is not None
     if growth.stage is GrowthStage.SWITCH:
-        for name in deadline.who:
-            kill(turn, name, f"late with {deadline.name}")
         turn.set(growth=replace(growth, since=turn.now))
+        _blame_together(turn, deadline)
         return
     # Who trains already is watched as a member; here the newcomers answer for a change that does not come about.
     blamed = [name for name in deadline.who if name in growth.joining]
     changes.cancel(turn, f"late with {deadline.name}: {' and '.join(deadline.who)}")
     for name in blamed:
         kill(turn, name, f"late with {deadline.name}")
+
+
+def _blame_together(turn: Turn, deadline: Deadline) -> None:
+    """Something that all do together is late: whoever works while others wait is to blame, else the links are."""
+    state = turn.state
+    late = [state.devices[name] for name in deadline.who]
+    working = [device for device in late if device.waits_for is None]
+    if working and len(working) <= len(state.live()) / 2:
+        for device in working:
+            kill(turn, device.name, f"late with {deadline.name}, in {device.phase}")
+        return
+    forming = state.stage is Stage.FORM
+    since = state.stage_since if forming else state.progress_at
+    text = f"{deadline.name} took more than {turn.now - since:.0f} s"
+    turn.set(suspicion=Suspicion(_generation(state), since, (), text, forming))
+    _resolve(turn)
 
 
 def _blame(turn: Turn) -> None:
@@ -200,7 +217,7 @@ def _blame(turn: Turn) -> None:
     working = [device for device in lasting if device.waits_for is None]
     late_s = now - state.progress_at
     turn.set(checked_at=now)
-    if waiting and working:
+    if working and len(working) <= len(waiting):
         for device in working:
             kill(turn, device.name, f"no progress for {late_s:.1f} s in {device.phase}", state.progress_at)
     elif waiting and len(waiting) == len(members):
