@@ -369,8 +369,10 @@ class Feeder:
             param = self._state.params[slab.param]
             weight = self._cut(slab, param)
             moments = self._state.optimizer.state.get(param)
-            if not moments:
+            if not moments and not frame.optimizer_step:
                 return frame, [weight, torch.zeros_like(weight), torch.zeros_like(weight)]
+            if not moments:
+                raise FeedError(f"{slab.param} has no moments at step {frame.optimizer_step}: its owner has gone on.")
             return frame, [weight, *(self._cut(slab, moments[kind]) for kind in TENSORS[1:])]
 
     def _say_behind(self) -> None:

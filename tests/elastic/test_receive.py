@@ -205,7 +205,6 @@ def test_two_sources(receiver: Receiver, connect: Callable[..., Source]) -> None
     first.announce(*SLABS[:3])
     for slab in SLABS[:3]:
         first.piece(slab, 4, 2)
-    first.connection.send(Skip(committed=5))
     with pytest.raises(FeedError, match="missing is"):
         receiver.wait_for(4, 0.05)
     second.announce(*SLABS[3:])
@@ -213,10 +212,9 @@ def test_two_sources(receiver: Receiver, connect: Callable[..., Source]) -> None
     second.piece(SLABS[4], 3, 1)
     second.gradient(SLABS[4], 4, 2)
     receiver.wait_for(4, WAIT_S)
-    with pytest.raises(FeedError, match="not of one"):
-        receiver.state()
-    with pytest.raises(FeedError, match="missing is 1:1"):
-        receiver.wait_for(5, 0.05)
+    first.connection.send(Skip(committed=5))
+    with pytest.raises(FeedError, match="missing is (1:0, )?1:1"):
+        receiver.wait_for(5, 0.2)
     second.connection.send(Skip(committed=5))
     receiver.wait_for(5, WAIT_S)
     state, committed = receiver.state()
