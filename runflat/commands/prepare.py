@@ -159,5 +159,9 @@ def write_config(prepared: Prepared) -> None:
     (run / "config.json").write_text(config.model_dump_json(indent=2) + "\n")
     steps = run / "steps.jsonl"
     start = prepared.checkpoint.progress.step if prepared.checkpoint else 0
-    lines = steps.read_text().splitlines() if steps.exists() else []
-    steps.write_text("".join(f"{line}\n" for line in lines if json.loads(line)["step"] < start))
+    # A line without its end is one that a kill or a full disk cut off.
+    lines = steps.read_text().splitlines(keepends=True) if steps.exists() else []
+    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] < start]
+    fresh = steps.with_suffix(".new")
+    fresh.write_text("".join(kept))
+    fresh.replace(steps)

@@ -54,16 +54,19 @@ def _flag(argv: Sequence[str], name: str) -> str | None:
 
 
 def _resumed_config(run: Path) -> TrainConfig:
-    """The configuration of the run that is resumed, its dead slots left to the new flags."""
+    """The configuration of the run that is resumed; dead slots, injected faults and an early end are not taken over."""
     path = run / "config.json"
     try:
         saved = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+        saved["layout"]["dead"] = []
+        saved["train"]["stop_after"] = 0
+        return TrainConfig.model_validate(saved | {"resume": str(run), "run": None, "inject": None})
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        # pydantic's ValidationError is a ValueError of many lines.
+        reason = f"{error}" if isinstance(error, OSError) else "it is not the configuration of a run"
         raise CheckpointError(
-            f"{run} cannot be resumed: {path} is not readable ({error}). Name a run's folder."
+            f"{run} cannot be resumed: {path} is not usable ({reason}). Name a run's folder."
         ) from error
-    saved["layout"]["dead"] = []
-    return TrainConfig.model_validate(saved | {"resume": str(run), "run": None})
 
 
 def _describe(prepared: Prepared, view: ProgressView) -> None:
@@ -86,10 +89,22 @@ def main(argv: list[str]) -> int:
 
 def train(config: TrainConfig, loop: str | None = None) -> tuple[int, dict[str, Any]]:
     """Train as `config` says, with runflat's loop or the user's `loop`; returns the exit code and the summary."""
-    from runflat.elastic.launch_local import LocalWorkers
-
     warnings: list[str] = []
     prepared = prepare(config, warnings.append, loop)
+    try:
+        return _run(prepared, warnings)
+    except OSError as error:
+        raise CheckpointError(
+            f"the files of the run under {prepared.run} cannot be written: {error}. Checkpoints that are there are "
+            f"whole: make room, then go on with runflat train --resume {prepared.run}."
+        ) from error
+
+
+def _run(prepared: Prepared, warnings: Sequence[str]) -> tuple[int, dict[str, Any]]:
+    """Start the workers, watch them to the end, write the summary."""
+    from runflat.elastic.launch_local import LocalWorkers
+
+    config = prepared.config
     write_config(prepared)
     start = prepared.checkpoint.progress.step if prepared.checkpoint else 0
     end = min(config.train.steps, config.train.stop_after or config.train.steps)
@@ -165,5 +180,6 @@ def _conclude(prepared: Prepared, summary: dict[str, Any], view: ProgressView) -
         f"steps:      {run / 'steps.jsonl'}\n"
         f"summary:    {run / 'summary.json'}\n"
         f"checkpoint: {summary['checkpoint']}\n"
-        f"go on with: runflat train --resume {run} --train.steps {2 * summary['step']}"
+        f"go on with: runflat train --resume {run}"
+        + ("" if summary["stopped"] else f" --train.steps {2 * summary['step']}")
     )
