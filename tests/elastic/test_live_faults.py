@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,10 @@ import pytest
 import torch
 
 from runflat.check.diff import compare
-from runflat.check.live import Command, Watch, footprint, is_alive, until
+from runflat.check.live import Command, Watch, is_alive, until
 from runflat.commands.models import section_config
 from runflat.commands.train import parse
 from runflat.elastic.launch_local import LocalWorkers
-from runflat.elastic.requests import ask
 from runflat.parallel.tp_plan import build_meta_model, read_rules
 from runflat.plan.cost import device_memory
 from runflat.plan.planner import build_plan, live_devices
@@ -194,40 +192,3 @@ def expected_hash(live: Any, num_steps: int, batch: int) -> str:
     for step in range(num_steps):
         value = text.sample_hash(value, step, range(batch * step, batch * (step + 1)))
     return value
-
-
-@pytest.mark.parametrize(
-    "actions", [("drain", "kill", "kill"), pytest.param(("drain", *["kill"] * 99), marks=pytest.mark.soak)]
-)
-def test_devices_are_drained_killed_and_taken_back_by_word(live: Any, actions: tuple[str, ...]) -> None:
-    """Catches a drain that loses a step, a command that nobody answers, and what grows with every loss and return."""
-    sizes: list[dict[str, Any]] = []
-    survivors = ("0:0", "0:1", "1:0")
-    pause = threading.Event().wait
-
-    def away_and_back(watch: Watch, action: str) -> None:
-        assert ask(watch.run, action, "1:1", pause)[0]  # type: ignore[arg-type]  # one of the words, from below
-        until(f"1:1 to leave after {action}", lambda: watch.state("1:1") in ("parked", "lost"))
-        assert ask(watch.run, "return", "1:1", pause)[0]
-        until("1:1 to be back", lambda: watch.state("1:1") == "active")
-        step = watch.num_steps()
-        watch.reached(step + 2)
-        sizes.append({name: footprint(watch.pid(name)) for name in survivors})
-
-    def by_word(watch: Watch) -> None:
-        watch.reached(2, 120)
-        assert not ask(watch.run, "return", "1:1", pause)[0]
-        for action in actions:
-            away_and_back(watch, action)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    ran = live.train("cycles", f"{PAIRS} {PACED} --train.steps 100000", alongside=by_word)
-    assert ran.error is None
-    drained = [change for change in ran.summary["changes"] if change["left"]]
-    assert [change["left"] for change in drained] == [["1:1"]]
-    assert [row["step"] for row in ran.watch.steps()] == list(range(ran.summary["step"]))
-    for name in survivors:
-        first, last = sizes[0][name], sizes[-1][name]
-        assert last.num_descriptors <= first.num_descriptors + 2, name
-        assert last.num_threads <= first.num_threads + 2, name
-        assert last.num_sockets <= first.num_sockets + 2, name
