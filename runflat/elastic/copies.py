@@ -24,6 +24,7 @@ from torch.distributed import TCPStore
 
 from runflat.elastic.formation import Address
 from runflat.elastic.frames import MAX_HELLO_BYTES, Connection, Copy, FeedError, Hello, inode, payload_tensors
+from runflat.elastic.side_thread import start_thread
 from runflat.errors import RunError
 from runflat.parallel.move import TENSORS, Held, ShardState, Slab, read_state, relayout, slab_view
 from runflat.plan.plan import Place, Plan, ReplicaPlan
@@ -88,7 +89,7 @@ class Copies:
         self._store.set(f"copies/{device_id}", f"{host} {port} {self._token}")
         self._closed = False
         for work in (self._listen, self._give):
-            threading.Thread(target=work, name=f"copies {work.__name__}", daemon=True).start()
+            start_thread(f"copies {work.__name__}", work)
 
     # ---- the main thread
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from runflat.elastic.orders import Abort, Exit, Order, Stop, Switch
+from runflat.elastic.side_thread import start_thread
 
 FOREVER = 1 << 60
 """A generation above all: everything is to be left."""
@@ -41,7 +42,7 @@ class Inbox:
 
     def start(self) -> None:
         """Begin to listen."""
-        threading.Thread(target=self._listen, name="orders", daemon=True).start()
+        start_thread("orders", self._listen)
 
     def _listen(self) -> None:
         while (order := self._channel.receive()) is not None:

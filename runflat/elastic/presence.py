@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from runflat.elastic.side_thread import start_thread
+
 HEARTBEAT_S = 0.25
 
 
@@ -52,7 +54,7 @@ class Heart:
         self._presence = presence
         self._send = send
         self._stopped = threading.Event()
-        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+        start_thread("heartbeat", self._beat)
 
     def _beat(self) -> None:
         while not self._stopped.wait(HEARTBEAT_S):
