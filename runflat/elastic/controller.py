@@ -170,9 +170,6 @@ class Controller:
     def _hear(self, workers: Workers, device: str, message: Message) -> None:
         if isinstance(message, Struck):
             workers.forget(message.event)
-            duration_s = message.event.get("duration_s")
-            if message.event.get("event") == EventKind.STOP.value and duration_s is not None:
-                self._wake[device] = self.now + duration_s
         published = self.books.take(device, message, self.now)
         if isinstance(message, StepReport):
             degrees = {replica.replica: replica.tp for replica in self._plan_of(message)}
@@ -281,6 +278,7 @@ class Controller:
         """Turn the end of the run into an error, if it was one."""
         if finish.text is None:
             self.books.settle(self.state.committed, self.state.scalars, max(self.books.plans), self._wall_s)
+            self.view.say(self.table())
             return
         if finish.user_error is not None:
             known = {cls.__name__: cls for cls in UserError.__subclasses__()}

@@ -1,7 +1,7 @@
 """Workers that only talk: they follow the contract of `orders` and `messages` in simulated time, without torch.
 
 They check what a real one would suffer from: they refuse to apply a step without complete gradients, or to take up a
-plan from another step than the one that it names. `fake_world` joins them to the protocol.
+plan from another step than the one that it names. `fake_launcher` starts them; `fake_world` joins them to the protocol.
 """
 
 from __future__ import annotations
@@ -14,21 +14,8 @@ from runflat.elastic import messages, orders
 from runflat.plan.plan import Plan, plan_from_json
 
 HEARTBEAT_S = 0.25
-
-
-@dataclass(frozen=True)
-class Fault:
-    """When `device` reaches `phase` (for the `nth` time) at or after `step`, it suffers `kind`.
-
-    Kinds: kill, stop (silent, as after SIGSTOP), hang (works for ever, with a heartbeat), flake (its collectives fail),
-    raise (a Python error), and as answers formfail and lowmem.
-    """
-
-    kind: str
-    device: str
-    phase: str
-    step: int = 0
-    nth: int = 1
+SCALARS = (1.0, 2.0, 2.0, 4.0, 0.0, 0.0, 0.0)
+"""Devices, loss sum, targets, squared norm, not finite, stop, switch: a loss of 1 and a gradient norm of 1."""
 
 
 @dataclass
@@ -183,8 +170,6 @@ class FakeWorker:
                 self.stop_asked = True
             case orders.Exit():
                 self.die(0)
-            case orders.Unfeed():
-                pass
 
     def die(self, code: int) -> None:
         """The process ends; what it has sent arrives first."""
@@ -229,13 +214,17 @@ class FakeWorker:
         self.after(0.005, lambda: self.say(messages.Ready, generation=order.generation), order.generation)
 
     def _go(self, generation: int) -> None:
-        if generation < self.floor or self.plan is None or not self.at("form"):
-            return
-        if self.world.answers_with(self, "formfail", "form"):
-            self.say(messages.FormFail, generation=generation, text="connection refused")
+        if generation < self.floor or self.plan is None or not self.at("form") or self._refuses(generation, "form"):
             return
         group = self.world.group(self.plan)
         self.meet("form", group, lambda: self._formed(group))
+
+    def _refuses(self, generation: int, phase: str) -> bool:
+        """Whether the groups do not form here, which is then reported."""
+        refuses = self.world.answers_with(self, "formfail", phase)
+        if refuses:
+            self.say(messages.FormFail, generation=generation, text="connection refused")
+        return refuses
 
     def _formed(self, group: Group) -> None:
         generation = group.plan.generation
@@ -282,13 +271,39 @@ class FakeWorker:
         assert place is not None
         generation = group.plan.generation
         if place[1] == group.plan.replica(place[0]).live_slots[0]:
-            self.say(messages.Commit, generation=generation, step=self.committed, scalars=(1.0,))
+            self.say(messages.Commit, generation=generation, step=self.committed, scalars=SCALARS)
         if self.at("update"):
             self.after(0.002, lambda: self._apply(group, flags), generation)
 
+    def _report(self, plan: Plan) -> None:
+        """The step report of a replica, from its lowest live slot."""
+        place = plan.place(self.name)
+        assert place is not None
+        replica = plan.replica(place[0])
+        if place[1] != replica.live_slots[0]:
+            return
+        before = sum(r.num_sequences for r in plan.replicas if r.replica < place[0])
+        self.say(
+            messages.StepReport,
+            generation=plan.generation,
+            step=self.committed,
+            replica=place[0],
+            first_sample=self.committed * plan.num_sequences + before,
+            num_samples=replica.num_sequences,
+            loss=1.0,
+            grad_norm=1.0,
+            lr=1.0,
+            num_target_tokens=1,
+            skipped=False,
+            compute_s=self.world.compute_s,
+            sync_s=0.0,
+            step_s=self.world.compute_s,
+        )
+
     def _apply(self, group: Group, flags: set[str]) -> None:
+        self._report(group.plan)
         self.world.used(self.name, self.committed, group.plan)
-        self.committed, self.complete, self.scalars = self.committed + 1, False, (1.0,)
+        self.committed, self.complete, self.scalars = self.committed + 1, False, SCALARS
         if self.switch is not None and not any(flag.startswith("not ") for flag in flags):
             self._go_over()
         elif "stop" in flags:
@@ -322,8 +337,7 @@ class FakeWorker:
         if not self.at("join"):
             return
         self.phase, self.waits_for = before  # it trains on beside this
-        if self.world.answers_with(self, "formfail", "join"):
-            self.say(messages.FormFail, generation=order.generation, text="connection refused")
+        if self._refuses(order.generation, "join"):
             return
         if plan.place(self.name) is None:
             self.say(messages.Prepared, generation=order.generation)

@@ -284,6 +284,8 @@ def take_force(turn: Turn) -> None:
         opened = state.disturbance.lap("transfer", turn.now)
         digest_s = min(state.worker_phases_s.get("digest", 0.0), dict(opened.phases_s)["transfer"])
         turn.set(disturbance=opened.add("transfer", -digest_s).add("digest", digest_s))
+    if state.suspicion is not None and state.suspicion.forming:
+        turn.set(suspicion=None)  # they have formed after all
     turn.set(tried=True, progress_at=turn.now, committed_at=None, distrust=None, considered=frozenset())
     turn.enter(Stage.RUN)
     turn.do(Took(state.plan, state.committed))
