@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,7 @@ def assemble(
     events: Sequence[Event] = (),
     no_goodput: str | None = None,
     network: dict[str, Any] | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Controller:
     """A controller that has started nothing yet.
 
@@ -75,6 +77,7 @@ def assemble(
         events: faults to inject.
         no_goodput: why goodput means nothing here, if so.
         network: passed to the workers with each plan.
+        clock: gives seconds.
 
     Raises:
         TraceError: an event that nobody could execute.
@@ -93,7 +96,7 @@ def assemble(
         network=network,
     )
     facts = RunFacts(run, planner.spec, planner.seq_len, len(planner.placement), sample_hash, learning_rate)
-    return Controller(Setting(run, state, tuple(events), no_goodput), Books(facts, start, view), view)
+    return Controller(Setting(run, state, tuple(events), no_goodput), Books(facts, start, view), view, clock)
 
 
 def _next_generation(run: Path, checkpoint: Checkpoint | None) -> int:

@@ -44,6 +44,9 @@ from runflat.elastic.watch import waits
 from runflat.errors import ConfigError, RunError, UserError
 
 TICK_S = 0.25
+SUSPICIOUS_TICK_S = 0.02
+"""Between ticks while an exit is awaited that would explain a failed collective."""
+LEAST_WAIT_S = 0.001
 DEVICES_EVERY_S = 0.5
 """Least time between two versions of devices.json, except at a change."""
 LEDGER_EVERY_S = 30.0
@@ -146,6 +149,8 @@ class Controller:
             self.meter.advance(self.state, self._wall_s)
             self.journal.devices(self.state, {}, self._wall_s)
             self.journal.ledger(self.meter.ledger, self._wall_s)
+            if self.books.plans:
+                self.books.settle(self.state.committed, self.state.scalars, max(self.books.plans), self._wall_s)
             self.books.close()
         self._conclude(self.finished)
 
@@ -156,14 +161,14 @@ class Controller:
 
     def _turn(self, workers: Workers) -> None:
         """Hear what there is, then do what is due."""
-        wait_s = min(max(self._last["tick"] + TICK_S - self.now, 0.0), 0.02 if self.state.suspicion else TICK_S)
-        for device, incarnation, message in workers.messages(wait_s):
+        due = self._last["tick"] + (SUSPICIOUS_TICK_S if self.state.suspicion else TICK_S)
+        for device, incarnation, message in workers.messages(max(due - self.now, LEAST_WAIT_S)):
             if incarnation == self.state.devices[device].incarnation:
                 self._hear(workers, device, message)
         if self._interrupts and not self.state.stop_asked:
             self.view.say("stopping after this step and saving a checkpoint; press Ctrl-C again to stop at once")
             self._happen(workers, StopAsked())
-        if self.now - self._last["tick"] >= TICK_S or self.state.suspicion:
+        if self.now >= due:
             self._last["tick"] = self.now
             self._tick(workers)
 
@@ -277,7 +282,6 @@ class Controller:
     def _conclude(self, finish: Finish) -> None:
         """Turn the end of the run into an error, if it was one."""
         if finish.text is None:
-            self.books.settle(self.state.committed, self.state.scalars, max(self.books.plans), self._wall_s)
             self.view.say(self.table())
             return
         if finish.user_error is not None:
