@@ -10,7 +10,7 @@ from typing import TypeVar
 from torch.distributed import HashStore
 
 from runflat.check.in_memory import InMemoryNetwork
-from runflat.parallel.comms import Comms, Network
+from runflat.parallel.comms import Comms, Interrupt, Network
 from runflat.parallel.sockets import Sockets
 from runflat.plan.plan import Place, Plan
 from runflat.plan.sync_groups import SyncLayout
@@ -36,6 +36,7 @@ def run_ranks(
     store = HashStore()
     memory = InMemoryNetwork()
     sockets = Sockets()
+    interrupt = Interrupt()
     if not in_memory:
         sockets.begin(plan.generation)
     results: dict[Place, T] = {}
@@ -44,7 +45,7 @@ def run_ranks(
     def rank(place: Place) -> None:
         comms: Comms | None = None
         try:
-            network = network_of(place) if network_of else Network()
+            network = replace(network_of(place) if network_of else Network(), interrupt=interrupt)
             if in_memory:
                 network = replace(network, backend=memory.backend)
             comms = Comms(store, plan, layout, place, network)
@@ -53,10 +54,13 @@ def run_ranks(
             errors.append(error)
             # gloo tells only some of the peers that a member has gone; so that one error ends all ranks, tell them.
             memory.fail(f"{place[0]}:{place[1]} has failed")
+            interrupt.leave_below(plan.generation + 1)
             sockets.abort(plan.generation)
-        finally:
-            if comms is not None:
-                comms.close()
+        if comms is not None and errors:
+            # A collective that its peer left may never end, and gloo's destructor would wait for it.
+            threading.Thread(target=comms.close, daemon=True).start()
+        elif comms is not None:
+            comms.close()
 
     threads = [threading.Thread(target=rank, args=(place,), daemon=True) for place in plan.places]
     for thread in threads:

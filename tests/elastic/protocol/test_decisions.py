@@ -308,7 +308,7 @@ def test_when_a_link_flakes_again_the_end_in_most_failed_pairs_leaves(make_world
     world = make_world()
     for pair in (("0:1", "1:1"), ("0:1", "1:3")):
         since = world.state.committed
-        world.run_until(lambda since=since: world.state.stage is Stage.RUN and world.state.committed >= since + 2)  # type: ignore[misc]
+        world.run_until(lambda since=since: world.state.stage is Stage.RUN and world.state.committed >= since + 2)  # type: ignore[misc]  # mypy infers no lambda with a default
         for end in pair:
             world.happen(
                 Heard(
