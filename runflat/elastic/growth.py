@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from runflat.elastic.actions import Took, Turn
-from runflat.elastic.messages import Fed, Listening, LowMem, Prepared, Switched
+from runflat.elastic.messages import Behind, Fed, Listening, LowMem, Prepared, Switched
 from runflat.elastic.orders import Exit, Feed, Move, Prepare, Receive, Switch, Unfeed, Unprepare
 from runflat.elastic.recovery import again, describe
 from runflat.elastic.state import Growth, GrowthStage, Stage, Standing, State
@@ -145,6 +145,24 @@ def on_fed(turn: Turn, device: str, fed: Fed) -> None:
     if growth.stage is GrowthStage.FEED:
         growth = replace(growth, answered=growth.answered | {device})
     turn.set(growth=growth)
+    _prepare_when_fed(turn, growth)
+
+
+def on_behind(turn: Turn, message: Behind) -> None:
+    """A newcomer's link is too slow ever to catch up under training: what is left moves at the boundary."""
+    growth = turn.state.growth
+    if growth is None or growth.stage is not GrowthStage.FEED or message.target not in growth.joining:
+        return
+    if message.target not in growth.answered:
+        turn.say(
+            f"the link to {message.target} is slower than gradients come: training stands for the rest of its units"
+        )
+    growth = replace(growth, answered=growth.answered | {message.target})
+    turn.set(growth=growth)
+    _prepare_when_fed(turn, growth)
+
+
+def _prepare_when_fed(turn: Turn, growth: Growth) -> None:
     if growth.stage is GrowthStage.FEED and set(growth.joining) <= growth.answered:
         growth = _next(turn, growth, GrowthStage.PREPARE)
         turn.send(growth.everyone, Prepare(generation=growth.generation, plan=growth.plan.to_json()))

@@ -24,8 +24,10 @@ SELF_TEST_SIZE = 192
 class Feeds:
     """What a device that trains sends to newcomers. `lock` is held by whoever changes or reads its state."""
 
-    def __init__(self, engine: Engine, device_id: str, exempt: Callable[[int], object]):
+    def __init__(self, engine: Engine, device_id: str, say: Callable[..., None], exempt: Callable[[int], object]):
         """Nobody is fed yet; `exempt` is told the sockets that an abort must not shut."""
+        self._say = say
+        self._behind: set[str] = set()
         self.lock = threading.Lock()
         self._engine = engine
         self._device_id = device_id
@@ -40,6 +42,7 @@ class Feeds:
             slabs += replicated_slabs(engine.spec)
         state = LiveState(engine.spec, engine.held, engine.params, engine.optimizer, self.lock)
         self.stop(order.target)
+        self._behind.discard(order.target)
         self._feeders[order.target] = Feeder(
             state,
             slabs,
@@ -62,8 +65,11 @@ class Feeds:
     def after_commit(self, result: StepResult) -> None:
         """A step has been applied: what newcomers have of it goes after them. Call with `lock` held."""
         progress = self._engine.progress
-        for feeder in self._feeders.values():
+        for target, feeder in self._feeders.items():
             feeder.after_commit(progress.step, progress.optimizer_step, result.lr, result.skipped)
+            if target not in self._behind and feeder.progress.behind:
+                self._behind.add(target)
+                self._say("behind", target=target)
 
     def stop(self, target: str) -> None:
         """Feed `target` no more."""

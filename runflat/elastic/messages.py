@@ -127,6 +127,13 @@ class Fed(_Said):
     bytes: int = 0
 
 
+class Behind(_Said):
+    """A source: the link to the newcomer `target` does not carry the gradients as fast as they come."""
+
+    type: Literal["behind"] = "behind"
+    target: str
+
+
 class Commit(_Said):
     """The barrier of step `step` gave these scalars; sent before the step is applied."""
 
@@ -249,6 +256,7 @@ Message = (
     | Listening
     | SelfTested
     | Fed
+    | Behind
     | Commit
     | StepReport
     | Suspect

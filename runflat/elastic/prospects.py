@@ -30,7 +30,7 @@ class Prospects:
         """`form` starts the forming of a plan's groups, `exempt` is told sockets that an abort must not shut."""
         self.formation: Formation | None = None
         self.newcomer: Newcomer | None = None
-        self.feeds = Feeds(engine, device_id, exempt)
+        self.feeds = Feeds(engine, device_id, say, exempt)
         self._engine = engine
         self._device_id = device_id
         self._form = form

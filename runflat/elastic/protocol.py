@@ -137,6 +137,8 @@ def _from_present(turn: Turn, name: str, message: messages.Message) -> None:
             growth.on_listening(turn, name, message)
         case messages.Fed():
             growth.on_fed(turn, name, message)
+        case messages.Behind():
+            growth.on_behind(turn, message)
         case messages.Prepared():
             growth.on_prepared(turn, name, message)
         case messages.Switched():
