@@ -303,19 +303,23 @@ def test_a_flake_is_answered_by_the_same_members(job: Job) -> None:
     assert sent(job.actions, orders.PlanOrder).keys() == ALL
 
 
+def train_and_flake(world: World, *ends: str) -> None:
+    """Two steps, then failed collectives at `ends`; returns when something is done about it."""
+    target = world.state.committed + 2
+    world.run_until(lambda: world.state.stage is Stage.RUN and world.state.committed >= target)
+    assert world.state.plan is not None
+    fields = {"generation": world.state.plan.generation, "phase": "sync", "text": "closed"}
+    for end in ends:
+        world.happen(said(end, messages.Suspect, **fields))
+    world.run_until(lambda: world.state.stage is not Stage.RUN or bool(world.state.dying()))
+
+
 def test_when_a_link_flakes_again_the_end_in_most_failed_pairs_leaves(make_world: Callable[..., World]) -> None:
     """Catches a job that re-forms for ever around a broken link, or that throws out the wrong end."""
     world = make_world()
-    for pair in (("0:1", "1:1"), ("0:1", "1:3")):
-        since = world.state.committed
-        world.run_until(lambda since=since: world.state.stage is Stage.RUN and world.state.committed >= since + 2)  # type: ignore[misc]  # mypy infers no lambda with a default
-        for end in pair:
-            world.happen(
-                Heard(
-                    end, messages.Suspect(incarnation=0, generation=world.state.plan.generation, phase="sync", text="x")
-                )
-            )  # type: ignore[union-attr]
-        world.run_until(lambda: world.state.stage is not Stage.RUN or bool(world.state.dying()))
+    train_and_flake(world, "0:1", "1:1")
+    assert world.state.stage is Stage.ABORT
+    train_and_flake(world, "0:1", "1:3")
     assert world.state.dying() == ("0:1",)
 
 

@@ -1,10 +1,11 @@
 """What goes over the wire: checked on arrival, and an error says who sent what."""
 
 import json
+import math
 
 import pytest
 
-from runflat.elastic.messages import Failed, Hello, parse_message
+from runflat.elastic.messages import Commit, Failed, Hello, parse_message
 from runflat.elastic.orders import Move, PlanOrder, Resume, parse_order
 from runflat.errors import RunError
 
@@ -51,5 +52,6 @@ def test_orders_and_messages_survive_the_wire() -> None:
 def test_a_loss_that_is_no_number_gets_through() -> None:
     """Catches NaN, which a skipped step has, turning into null on the way."""
     text = b'{"type": "commit", "generation": 0, "step": 1, "scalars": [NaN], "incarnation": 0}'
-    (value,) = parse_message("0:0", text).scalars  # type: ignore[union-attr]
-    assert value != value
+    message = parse_message("0:0", text)
+    assert isinstance(message, Commit)
+    assert math.isnan(message.scalars[0])
