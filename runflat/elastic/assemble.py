@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +85,8 @@ def assemble(
         TraceError: an event that nobody could execute.
     """
     check_events(events, planner.devices)
+    if no_goodput is not None:  # workers that share cores have no pace of their own
+        limits = replace(limits, slow_factor=math.inf)
     start = checkpoint.progress if checkpoint else Progress(0, 0, 0, "")
     state = first_state(
         planner,

@@ -19,6 +19,7 @@ from runflat.plan.plan import Plan
 LATENCY_S = 0.001
 START_S = 0.3
 KILL_S = 0.01
+USUAL_SEQUENCES = 4
 IN_RECOVERY = ("abort", "barrier", "form", "transfer", "digest")
 AS_ANSWER = ("formfail", "lowmem")
 
@@ -42,7 +43,7 @@ class FakeLauncher:
     """Starts, reaches and ends workers that only talk. `now` is its clock: it moves while somebody listens."""
 
     def __init__(self, num_steps: int, faults: tuple[Fault, ...] = (), compute_s: float = 0.1):
-        """`faults` strike when their device comes to their phase; a step computes for `compute_s`."""
+        """`faults` strike when their device comes to their phase; four sequences take `compute_s`."""
         self.num_steps = num_steps
         self.compute_s = compute_s
         self.now = 0.0
@@ -51,6 +52,8 @@ class FakeLauncher:
         """Per step and generation: who applied it."""
         self.struck: list[Fault] = []
         self.can_kill = True
+        self.slow: dict[str, float] = {}
+        """Devices that compute slowly, and how many times as long."""
         self._faults = list(faults)
         self._groups: dict[int, Group] = {}
         self._seen: dict[tuple[str, str], int] = {}
@@ -119,6 +122,10 @@ class FakeLauncher:
     def deliver(self, worker: FakeWorker, message: Message) -> None:
         """Bring a message to whoever listens."""
         self.later(LATENCY_S, partial(self._inbox.append, (worker.name, worker.incarnation, message)))
+
+    def compute_time_s(self, device: str, num_sequences: int) -> float:
+        """Seconds that `num_sequences` sequences take on `device`."""
+        return self.compute_s / USUAL_SEQUENCES * num_sequences * self.slow.get(device, 1.0)
 
     def group(self, plan: Plan) -> Group:
         """The groups of a generation."""

@@ -36,7 +36,6 @@ class Surroundings(Protocol):
 
     now: float
     num_steps: int
-    compute_s: float
     workers: dict[str, FakeWorker]
 
     def later(self, delay_s: float, act: Callable[[], None]) -> None:
@@ -47,6 +46,9 @@ class Surroundings(Protocol):
 
     def committed(self) -> int:
         """Steps that the controller knows to be committed."""
+
+    def compute_time_s(self, device: str, num_sequences: int) -> float:
+        """Seconds that `num_sequences` sequences take on `device`."""
 
     def group(self, plan: Plan) -> Group:
         """The groups of a generation."""
@@ -249,7 +251,10 @@ class FakeWorker:
         if self.committed >= world.num_steps:
             self._end(group, stopped=False)
         elif self.at("forward"):
-            self.after(world.compute_s, lambda: self._sync(group), generation)
+            place = group.plan.place(self.name)
+            assert place is not None
+            seconds = world.compute_time_s(self.name, group.plan.replica(place[0]).num_sequences)
+            self.after(seconds, lambda: self._sync(group), generation)
 
     def _sync(self, group: Group) -> None:
         if self.at("sync"):
@@ -282,6 +287,7 @@ class FakeWorker:
         replica = plan.replica(place[0])
         if place[1] != replica.live_slots[0]:
             return
+        seconds = self.world.compute_time_s(self.name, replica.num_sequences)
         before = sum(r.num_sequences for r in plan.replicas if r.replica < place[0])
         self.say(
             messages.StepReport,
@@ -295,9 +301,9 @@ class FakeWorker:
             lr=1.0,
             num_target_tokens=1,
             skipped=False,
-            compute_s=self.world.compute_s,
+            compute_s=seconds,
             sync_s=0.0,
-            step_s=self.world.compute_s,
+            step_s=seconds,
         )
 
     def _apply(self, group: Group, flags: set[str]) -> None:

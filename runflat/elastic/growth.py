@@ -33,12 +33,15 @@ def consider(turn: Turn) -> None:
         return
     standby = state.standing(Standing.STANDBY)
     fit = frozenset((*state.live(), *standby))
-    if not standby or fit == state.considered:
+    if not standby:
+        _consider_shares(turn)
+        return
+    if fit == state.considered:
         return
     waited = turn.now - min(state.devices[name].since for name in standby)
     if state.standing(Standing.STARTING) and waited < PATIENCE_S:
         return
-    decision = state.planner.decide(fit, state.decision, state.too_low)
+    decision = state.planner.decide(fit, state.decision, state.too_low, state.slow)
     joining = tuple(device for _, device in decision.devices if device in standby)
     if not joining:
         turn.set(considered=fit)
@@ -56,6 +59,23 @@ def consider(turn: Turn) -> None:
     for name in joining:
         order = Receive(generation=generation, plan=plan.to_json(), token=token(state, generation, name))
         turn.send((name,), order)
+
+
+def _consider_shares(turn: Turn) -> None:
+    """Share the batch anew, if a replica has become slow, or is so no more."""
+    state = turn.state
+    if state.plan is None or state.slow == state.shared_for:
+        return
+    turn.set(shared_for=state.slow)
+    decision = state.planner.decide(state.live(), state.decision, state.too_low, state.slow)
+    shares = tuple((replica.replica, replica.num_sequences) for replica in state.plan.replicas)
+    if decision.shares == shares or [r for r, _ in decision.shares] != [r for r, _ in shares]:
+        return
+    generation = state.generation + 1
+    plan = state.planner.plan(decision, generation, state.plan)
+    growth = Growth(generation, plan, decision, GrowthStage.PREPARE, turn.now, turn.now)
+    turn.set(generation=generation, growth=growth)
+    turn.send(growth.everyone, Prepare(generation=generation, plan=plan.to_json()))
 
 
 def _begin_leave(turn: Turn) -> None:
@@ -79,7 +99,7 @@ def why_not_leave(state: State, device: str) -> str | None:
 
 def _leave_plan(state: State, leaving: Collection[str], now: float) -> tuple[str | None, Growth | None]:
     stay = [name for name in state.live() if name not in leaving]
-    decision = state.planner.decide(stay, state.decision, state.too_low)
+    decision = state.planner.decide(stay, state.decision, state.too_low, state.slow)
     if decision.stop:
         return "without it no device is left that can work", None
     generation = state.generation + 1
@@ -214,7 +234,7 @@ def complete(turn: Turn) -> None:
         surplus = state.devices[name].standing is Standing.ACTIVE
         turn.device(name, standing=Standing.PARKED, surplus=surplus, holds=-1)
     turn.set(plan=growth.plan, decision=growth.decision, growth=None, grown=growth, growth_fails=0)
-    turn.set(stage_since=turn.now, progress_at=turn.now, considered=frozenset())
+    turn.set(stage_since=turn.now, progress_at=turn.now, considered=frozenset(), paces={})
     turn.do(Took(growth.plan, turn.state.committed))
     turn.say(f"generation {growth.generation}: {describe(growth.plan)}, from step {turn.state.committed}")
 
@@ -258,6 +278,6 @@ def cancel(turn: Turn, reason: str, without: Collection[str] = ()) -> None:
     if growth.joining:
         turn.set(leaving=frozenset())
         turn.say(f"{names} not taken in yet: {reason}")
-    else:
+    elif growth.leaving:
         turn.say(f"{names} leaves by way of an abort: {reason}")
         again(turn, growth.leaving, "drain", turn.now)

@@ -125,7 +125,9 @@ def closed_line(action: Closed) -> str:
 def change_line(action: Grew) -> str:
     """A change at a step boundary in one line."""
     growth = action.growth
-    who = f"{' and '.join(growth.joining)} joined" if growth.joining else f"{' and '.join(growth.leaving)} left"
+    who = "the batch was shared anew"
+    if growth.joining or growth.leaving:
+        who = f"{' and '.join(growth.joining or growth.leaving)} {'joined' if growth.joining else 'left'}"
     stages = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in growth.marks)
     moved = _bytes(sum(growth.fed_bytes.values()))
     return (

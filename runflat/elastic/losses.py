@@ -166,7 +166,7 @@ def _companions(state: State, name: str) -> tuple[str, ...]:
     if not surplus:
         return ()
     fit = {*state.live(), *state.standing(Standing.STANDBY, Standing.STARTING), *surplus, name}
-    decision = state.planner.decide(fit, state.decision, state.too_low)
+    decision = state.planner.decide(fit, state.decision, state.too_low, state.slow)
     return tuple(device for _, device in decision.devices if device in surplus and device != name)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from runflat.cluster.health import Health
 from runflat.elastic.messages import MemoryCopy
@@ -49,20 +50,33 @@ class Planner:
         """All devices that the job holds."""
         return (*(device for _, device in self.placement), *self.spares)
 
-    def decide(self, live: Collection[str], previous: Decision | None, too_low: int = 0) -> Decision:
-        """Who works on what when exactly `live` can work; no degree up to `too_low` fits in memory."""
+    def decide(
+        self,
+        live: Collection[str],
+        previous: Decision | None,
+        too_low: int = 0,
+        slow: Mapping[int, float] = MappingProxyType({}),
+    ) -> Decision:
+        """Who works on what when exactly `live` can work.
+
+        Args:
+            live: devices that can work.
+            previous: the decision in force.
+            too_low: no degree up to this one fits in memory.
+            slow: replicas that take longer than their degree says, and how many times.
+        """
         health = Health(self.devices, frozenset(self.devices) - frozenset(live))
         return decide(
             self.job,
             health,
             self.chain,
             placement=dict(self.placement),
-            seconds=self._seconds,
+            seconds=lambda replica, dead: self.work(replica, dead) * slow.get(replica, 1.0),
             fits_memory=lambda degree: degree > too_low,
             previous=previous,
         )
 
-    def _seconds(self, replica: int, dead: tuple[int, ...]) -> float:
+    def work(self, replica: int, dead: tuple[int, ...]) -> float:
         """FLOPs of one sequence on the most loaded device: replicas share the batch by it."""
         tp = self.job.tp_full
         slots = tuple(None if slot in dead else "" for slot in range(tp))

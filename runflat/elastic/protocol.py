@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from runflat.elastic import growth, losses, messages, recovery, watch
+from runflat.elastic import growth, losses, messages, pace, recovery, watch
 from runflat.elastic.actions import Action, Asked, Begin, Happening, Heard, Published, Start, StopAsked, Tick, Turn
 from runflat.elastic.orders import Exit
 from runflat.elastic.planning import Planner
@@ -149,7 +149,10 @@ def _from_present(turn: Turn, name: str, message: messages.Message) -> None:
             _on_done(turn, name, message)
         case messages.Struck():
             losses.on_struck(turn, name, message)
-        case messages.Shard() | messages.Holdout() | messages.StepReport():
+        case messages.StepReport():
+            turn.set(progress_at=turn.now)
+            pace.on_step(turn, message)
+        case messages.Shard() | messages.Holdout():
             turn.set(progress_at=turn.now)  # the books take what is in it
 
 

@@ -53,7 +53,8 @@ def _disturb(turn: Turn, devices: Iterable[str], cause: str, started: float) -> 
     in_flight_s = max(started - since, 0.0) if state.stage is Stage.RUN else 0.0
     number = state.num_incidents + 1
     opened = Disturbance(number, tuple(devices), cause, started, started, state.committed, in_flight_s)
-    turn.set(disturbance=opened.lap("detect", now), num_incidents=number)
+    opened = opened.lap("detect", now)
+    turn.set(disturbance=opened, num_incidents=number)
     turn.do(Opened(opened))
 
 
@@ -107,7 +108,7 @@ def replan(turn: Turn) -> None:
     fit = set(state.live()) - state.leaving
     if Strategy.SPARE in state.planner.chain:
         fit |= set(state.standing(Standing.STANDBY)) & set(state.planner.spares)
-    decision = state.planner.decide(fit, state.decision, state.too_low)
+    decision = state.planner.decide(fit, state.decision, state.too_low, state.slow)
     if decision.stop:
         reasons = f" ({'; '.join(decision.words)})" if decision.words else ""
         turn.finish(f"no device is left that can work{reasons}. {_way_on(state)}")
@@ -286,7 +287,7 @@ def take_force(turn: Turn) -> None:
         turn.set(disturbance=opened.add("transfer", -digest_s).add("digest", digest_s))
     if state.suspicion is not None and state.suspicion.forming:
         turn.set(suspicion=None)  # they have formed after all
-    turn.set(tried=True, progress_at=turn.now, committed_at=None, distrust=None, considered=frozenset())
+    turn.set(tried=True, progress_at=turn.now, committed_at=None, distrust=None, considered=frozenset(), paces={})
     turn.enter(Stage.RUN)
     turn.do(Took(state.plan, state.committed))
     turn.say(f"generation {state.plan.generation}: {describe(state.plan)}, from step {state.committed}")

@@ -80,6 +80,10 @@ class Limits:
     """Failures without a commit after which the job stops; the same for formations."""
     max_losses: int = 5
     """Failures of one device after which it stays out."""
+    slow_factor: float = 1.5
+    """A replica is slow that takes this many times as long for its work as the fastest one does."""
+    slow_steps: int = 20
+    """In how many steps in a row it must be."""
     back_off_s: float = 1.0
     """Waiting time after a device's first failure; doubles with each."""
     auto_return: bool = True
@@ -98,6 +102,8 @@ class Device:
     present: bool = True
     """Its process may still exist."""
     heard: float = 0.0
+    busy: float = 0.0
+    """Recent share of heartbeats at which it waited for nobody."""
     intervals: tuple[float, ...] = ()
     """Recent times between heartbeats."""
     phase: str = "import"
@@ -254,6 +260,12 @@ class State:
     """Whether the plan that is taken up has everybody load weights, which may take long."""
     too_low: int = 0
     """No degree up to this one fits in memory."""
+    paces: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
+    """Per replica: recent seconds for each unit of work that the plan gives it."""
+    slow: Mapping[int, float] = field(default_factory=dict)
+    """Replicas that are slower than their plan says, and how many times."""
+    shared_for: Mapping[int, float] = field(default_factory=dict)
+    """The `slow` for which the batch was last shared."""
     growth: Growth | None = None
     leaving: frozenset[str] = frozenset()
     """Devices that the next plan leaves out because they were asked to leave."""

@@ -253,6 +253,7 @@ def on_heartbeat(turn: Turn, name: str, beat: Heartbeat) -> None:
         heard=turn.now,
         committed=committed,
         fault_at=device.fault_at if device.killed_at is not None else None,
+        busy=0.9 * device.busy + 0.1 * (beat.waits_for is None),
     )
 
 
@@ -300,9 +301,10 @@ def _resolve(turn: Turn) -> None:
         else:
             again(turn, suspicion.ends, "groups did not form", suspicion.since)
         return
+    ends = " and ".join(suspicion.ends) or "all devices"
     related = [f for f in state.flakes if suspicion.generation in (f.generation, f.successor)]
     if not related:
-        turn.say(f"collectives failed ({suspicion.text}), but all devices live: the same members form again")
+        turn.say(f"collectives failed at {ends}, but all devices live: the same members form again")
         again(turn, suspicion.ends, "link flake", suspicion.since)
         flake = Flake(suspicion.generation, turn.state.generation, suspicion.ends)
         turn.set(flakes=(*state.flakes[-3:], flake))
@@ -311,7 +313,7 @@ def _resolve(turn: Turn) -> None:
     live = state.live()
     worst = max(live, key=lambda name: (counts[name], _rank(name)))
     turn.set(flakes=())
-    turn.say(f"collectives failed again ({suspicion.text}): {worst} is in most failed pairs and leaves")
+    turn.say(f"collectives failed again at {ends}: {worst} is in most failed pairs and leaves")
     kill(turn, worst, "link flaked twice", suspicion.since)
 
 

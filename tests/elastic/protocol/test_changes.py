@@ -1,13 +1,14 @@
 """Joining and leaving at a step boundary, back-off, and what a person may ask for."""
 
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from runflat.elastic import orders
-from runflat.elastic.actions import Asked, Closed, Grew, Reply, Send, Start, StopAsked
+from runflat.elastic.actions import Asked, Closed, Grew, Reply, Say, Send, Start, StopAsked
 from runflat.elastic.fake_launcher import Fault
 from runflat.elastic.fake_world import World
 from runflat.elastic.state import Standing
@@ -209,3 +210,36 @@ def test_the_only_holder_may_not_leave(make_world: Callable[..., World]) -> None
     reply = ask(world, "drain", "0:1")
     assert not reply.ok
     assert "no other device holds" in reply.text
+
+
+def shares(world: World) -> list[int]:
+    assert world.state.plan is not None
+    return [replica.num_sequences for replica in world.state.plan.replicas]
+
+
+def test_a_slow_replica_gets_fewer_sequences_and_its_device_is_named(make_world: Callable[..., World]) -> None:
+    """Catches a job that waits for one slow device in every step, or that throws it out unasked."""
+    world = make_world(num_steps=80)
+    world.run_until(lambda: world.state.committed == 5)
+    world.launcher.slow["1:0"] = 3.0
+    world.run_until(lambda: shares(world) != [4, 4])
+    assert shares(world) == [6, 2]
+    assert any("replica 1" in line.text and "1:0" in line.text for line in of(world, Say))
+    del world.launcher.slow["1:0"]
+    assert world.run().text is None
+    assert shares(world) == [4, 4]
+    assert sent(world, orders.Abort) == []
+
+
+def reached(world: World, step: int) -> bool:
+    return world.state.committed >= step
+
+
+def test_noise_changes_no_shares(make_world: Callable[..., World]) -> None:
+    """Catches shares that follow every hiccup: each change costs a formation."""
+    world = make_world(num_steps=80)
+    for step in range(80):
+        world.run_until(partial(reached, world, step))
+        world.launcher.slow["1:0"] = 1.0 if step % 10 == 0 else 1.7
+    assert world.run().text is None
+    assert of(world, Grew) == []
