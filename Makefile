@@ -2,7 +2,7 @@
 PYTHON ?=                 # the interpreter for .venv; empty: the first Python >= 3.11 on the path
 VENV ?= .venv
 REFERENCE_DATA ?=         # folder with the published data that some tests compare with
-PYTEST_WORKERS ?= 0       # test processes (pytest-xdist); 0: in one
+PYTEST_WORKERS ?= 2       # test processes (pytest-xdist); 0: in one
 PYTEST_FLAGS ?=           # more options for pytest
 
 PYTHON := $(strip $(PYTHON))

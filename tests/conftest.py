@@ -69,6 +69,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "reference_data" in getattr(item, "fixturenames", ()):
             item.add_marker("reference_data")
+        if item.get_closest_marker("process"):
+            # Such a test uses both cores by itself: two at once would wait for each other.
+            item.add_marker(pytest.mark.xdist_group("process"))
     if "soak" in config.option.markexpr:
         return
     soak = [item for item in items if item.get_closest_marker("soak")]

@@ -64,12 +64,16 @@ class Watch:
         summary: dict[str, Any] = json.loads((self.run / "summary.json").read_text())
         return summary
 
-    def devices(self) -> dict[str, dict[str, Any]]:
-        """What devices.json says of each device; empty before there is one."""
+    def job(self) -> dict[str, Any]:
+        """What devices.json says; empty before there is one."""
         with suppress(FileNotFoundError):
-            rows = json.loads((self.run / "devices.json").read_text())["devices"]
-            return {row["device"]: row for row in rows}
+            found: dict[str, Any] = json.loads((self.run / "devices.json").read_text())
+            return found
         return {}
+
+    def devices(self) -> dict[str, dict[str, Any]]:
+        """What devices.json says of each device."""
+        return {row["device"]: row for row in self.job().get("devices", [])}
 
     def state(self, device: str) -> str | None:
         """Standing of a device, such as "active"; None before there is one."""

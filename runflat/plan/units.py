@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 from runflat.errors import PlanError
 
@@ -234,15 +234,3 @@ def parse_slot(text: str) -> tuple[int, int]:
     if len(parts) != 2 or not all(part.isascii() and part.isdigit() for part in parts):
         raise PlanError(f"'{text}' is not a place: write replica:slot with two numbers, for example 1:3.")
     return int(parts[0]), int(parts[1])
-
-
-def spec_to_json(spec: ModelSpec) -> dict[str, Any]:
-    """A JSON-ready summary of `spec` that identifies the geometry (used to tell checkpoints of other models)."""
-    return {
-        "name": spec.name,
-        "kinds": [
-            {"name": k.name, "size": k.size, "unit_size": k.unit_size, "parent": k.parent, "group": k.group}
-            for k in spec.kinds
-        ],
-        "params": {p.name: list(p.shape) for p in spec.params},
-    }
