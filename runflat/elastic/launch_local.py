@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import selectors
 import signal
 import socket
 import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -54,6 +55,7 @@ class LocalWorkers:
         self._context.set_forkserver_preload(modules)
         self._job = job
         self._channels: dict[Connection, tuple[str, int]] = {}
+        self._selector = selectors.DefaultSelector()
         self._connections: dict[str, Connection] = {}
         self._processes: dict[tuple[str, int], BaseProcess] = {}
         self._current: dict[str, int] = {}
@@ -67,6 +69,7 @@ class LocalWorkers:
         process.start()
         theirs.close()
         self._channels[ours] = (device, incarnation)
+        self._selector.register(ours, selectors.EVENT_READ)
         self._connections[device] = ours
         self._processes[device, incarnation] = process
         self._current[device] = incarnation
@@ -88,7 +91,8 @@ class LocalWorkers:
         Raises:
             RunError: a message that is none of ours.
         """
-        for ready in wait(list(self._channels), timeout_s):
+        for key, _ in self._selector.select(timeout_s):
+            ready = key.fileobj
             assert isinstance(ready, Connection)
             device, incarnation = self._channels[ready]
             try:
@@ -101,6 +105,7 @@ class LocalWorkers:
                 yield device, incarnation, self._ended(ready, device, incarnation)
 
     def _ended(self, connection: Connection, device: str, incarnation: int) -> Message:
+        self._selector.unregister(connection)
         connection.close()
         del self._channels[connection]
         if self._connections.get(device) is connection:
@@ -139,6 +144,7 @@ class LocalWorkers:
         deadline = time.monotonic() + END_TIMEOUT_S
         for process in self._processes.values():
             process.join(max(deadline - time.monotonic(), 0.1))
+        self._selector.close()
         for connection in self._channels:
             connection.close()
         self._channels.clear()

@@ -36,7 +36,7 @@ class Request(BaseModel):
 def write_whole(path: Path, data: Mapping[str, Any]) -> None:
     """Write a JSON file so that a reader sees all of it or none."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    draft.write_text(json.dumps(data) + "\n", encoding="utf-8")
     draft.rename(path)
 
 
