@@ -82,7 +82,7 @@ def test_a_step_launches_what_the_plan_counts_and_nothing_else(live: Any, dead: 
 @pytest.mark.process
 @pytest.mark.timeout(600)
 def test_supervision_uses_little_of_the_processors(live: Any) -> None:
-    """Catches heartbeats, orders or a controller that take the cores from the workers: at most 2 % of their CPU time."""
+    """Catches heartbeats, orders or a controller that take more than 2 % of the CPU time that the workers take."""
     watch = Watch(live.folder / "demo")
     flags = "--model.preset demo --layout.tp 4 --layout.replicas 2 --train.global-batch 14 --data.seq-len 64"
     command = ["train", "--run", str(watch.run), *flags.split(), "--train.steps", "1000"]
