@@ -168,7 +168,7 @@ def test_controller_killed_then_resumed(live: Any, tmp_path: Path) -> None:
     run = tmp_path / "run"
     watch = Watch(run)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    arguments = ["train", *live.flags("--layout.tp 2 --train.global-batch 4 --train.steps 100000")]
+    arguments = ["train", *live.flags(f"--layout.tp 2 --train.global-batch 4 {PACED} --train.steps 100000")]
     with Command([*arguments, "--run", str(run)], tmp_path / "log", environment) as command:
         watch.reached(5, 120)
         workers = [watch.pid("0:0"), watch.pid("0:1")]
