@@ -295,11 +295,7 @@ def _resolve(turn: Turn) -> None:
     assert suspicion is not None
     turn.set(suspicion=None)
     if suspicion.forming:
-        turn.set(formfails=state.formfails + 1)
-        if turn.state.formfails >= state.limits.max_failures:
-            turn.finish(f"the groups did not form {turn.state.formfails} times in a row: {suspicion.text}")
-        else:
-            again(turn, suspicion.ends, "groups did not form", suspicion.since)
+        _form_again(turn, suspicion, "groups did not form")
         return
     ends = " and ".join(suspicion.ends) or "all devices"
     related = [f for f in state.flakes if suspicion.generation in (f.generation, f.successor)]
@@ -312,9 +308,21 @@ def _resolve(turn: Turn) -> None:
     counts = Counter(end for ends in (suspicion.ends, *(f.ends for f in related)) for end in ends)
     live = state.live()
     worst = max(live, key=lambda name: (counts[name], _rank(name)))
+    if changes.why_not_leave(state, worst) is not None:  # better a bad link than a device without which all is lost
+        _form_again(turn, suspicion, "link flake")
+        return
     turn.set(flakes=())
     turn.say(f"collectives failed again at {ends}: {worst} is in most failed pairs and leaves")
     kill(turn, worst, "link flaked twice", suspicion.since)
+
+
+def _form_again(turn: Turn, suspicion: Suspicion, cause: str) -> None:
+    """The same members once more, unless that was tried too often without a commit in between."""
+    turn.set(formfails=turn.state.formfails + 1)
+    if turn.state.formfails >= turn.state.limits.max_failures:
+        turn.finish(f"{cause} {turn.state.formfails} times in a row without a commit: {suspicion.text}")
+    else:
+        again(turn, suspicion.ends, cause, suspicion.since)
 
 
 def _rank(name: str) -> tuple[int, ...]:

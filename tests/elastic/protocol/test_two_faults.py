@@ -21,7 +21,7 @@ RECOVERY_PHASES = ("abort", "barrier", "form", "transfer", "digest")
 RETURN_PHASES = ("selftest", "copy", "join", "switch")
 PHASES = STEP_PHASES + RECOVERY_PHASES + RETURN_PHASES
 KINDS = ("kill", "stop", "hang", "flake", "kill")
-CLEAR = ("failed: ValueError: bad sample", "no device is left", "no live device holds", "a row", "failures at step")
+CLEAR = ("in a row", "failed: ValueError: bad sample", "no device is left", "no live device holds", "failures at step")
 
 
 def faults(first: str, second: str, kinds: tuple[str, str], other: str) -> tuple[Fault, ...]:
