@@ -14,7 +14,7 @@ PYTEST := $(VENV)/bin/python -m pytest $(if $(REFERENCE_DATA),--reference-data="
 .PHONY: demo test check bench soak
 
 demo: $(INSTALLED)
-	$(VENV)/bin/runflat train examples/demo.toml
+	$(VENV)/bin/runflat demo --run runs/demo
 
 test: $(INSTALLED)
 	$(PYTEST) -n $(strip $(PYTEST_WORKERS)) --dist loadgroup

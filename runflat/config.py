@@ -18,6 +18,7 @@ import tyro
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from runflat.errors import ConfigError
+from runflat.plan.strategies import Strategy, parse_chain
 
 
 class Section(BaseModel):
@@ -263,6 +264,15 @@ class TrainConfig(Section):
     """Directory for everything that the run writes; none: a new one under runs/, named by the time."""
     resume: Path | None = None
     """Run directory to go on from, under any layout: its newest complete checkpoint."""
+
+    @field_validator("on_failure")
+    @classmethod
+    def _live_strategies(cls, chain: str) -> str:
+        for link in parse_chain(chain):
+            if link not in (Strategy.NTP, Strategy.DROP):
+                known = "use ntp, drop or ntp,drop (runflat simulate knows all strategies)"
+                raise ValueError(f"on_failure is {chain!r}, but {link.value} is not carried out live yet; {known}")
+        return chain
 
     @model_validator(mode="after")
     def _emulated_has_a_rate(self) -> TrainConfig:

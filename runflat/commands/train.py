@@ -124,6 +124,8 @@ def _run(prepared: Prepared, warnings: Sequence[str]) -> tuple[int, dict[str, An
 
 
 def _controller(prepared: Prepared, view: ProgressView) -> Controller:
+    import torch
+
     from runflat.elastic.assemble import assemble, layout_planner
     from runflat.elastic.state import Limits
     from runflat.parallel.optimizer import learning_rate
@@ -156,7 +158,7 @@ def _controller(prepared: Prepared, view: ProgressView) -> Controller:
         checkpoint=prepared.checkpoint,
         dead=config.layout.dead,
         events=prepared.events,
-        no_goodput=None if config.devices == "emulated" else NO_GOODPUT,
+        no_goodput=None if config.devices == "emulated" or torch.cuda.is_available() else NO_GOODPUT,
     )
 
 

@@ -104,6 +104,8 @@ def check_events(events: Iterable[Event], devices: Sequence[str]) -> None:
                 raise TraceError(f"injected {event.event.value}: there is no device {device}; there are {devices}.")
         if event.device is None:
             raise TraceError(f"injected {event.event.value} of node {event.node}: name a device, such as 1:2.")
+        if event.event is EventKind.CORRUPT:
+            raise TraceError(f"injected corrupt of {event.device}: this version flips no bits; take the event out.")
         if event.step is None and event.time_s is None:
             raise TraceError(
                 f"injected {event.event.value} of {event.device} has no moment: give 'step', or 'time_s' since the run "
