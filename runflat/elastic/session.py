@@ -129,6 +129,7 @@ class Session:
         if self.returning:
             self._phase("selftest")
             problem = self_test(self.engine.device)
+            self.engine.warm_up()
             self.say("selftested", ok=not problem, text=problem)
         try:
             while (order := self._next()) is not None and not isinstance(order, Exit):

@@ -17,7 +17,7 @@ from runflat.parallel.grad_sync import GradSync
 from runflat.parallel.loss import num_targets
 from runflat.parallel.move import ShardState, install_moments
 from runflat.parallel.optimizer import build_optimizer
-from runflat.parallel.shard import ShardedModel, WeightSource, initial_weights, safetensors_weights
+from runflat.parallel.shard import ShardedModel, WeightSource, cut, initial_weights, safetensors_weights
 from runflat.parallel.tp_plan import ShardingRules, build_meta_model, read_rules
 from runflat.plan.batch import micro_batches
 from runflat.plan.cost import device_memory
@@ -32,6 +32,7 @@ from runflat.train.shards import checkpoint_tensors, load_optimizer_state, write
 from runflat.train.step import Scalars, StepResult, Trainer, apply, barrier
 
 Held = dict[str, tuple[int, ...]]
+WARM_UP_TOKENS = 16
 
 
 @dataclass
@@ -124,6 +125,18 @@ class Engine:
         self.sharded.model.train()
         if self.job.train.lift_casts:
             lift_forward(self.sharded.model)
+
+    def warm_up(self) -> None:
+        """Read one sequence, compute once on the first unit of each kind: a job's step must not pay for a first use."""
+        if self.corpus is not None:
+            self.corpus.train_sequences(0, 1)
+        held = {kind.name: (0,) for kind in self.spec.kinds}
+        nothing = torch.zeros((), dtype=self.dtype)
+        self._materialize(held, lambda param, ranges: cut(nothing.expand(param.shape), param, ranges).contiguous())
+        assert self.sharded is not None
+        tokens = torch.zeros((1, min(self.job.seq_len, WARM_UP_TOKENS)), dtype=torch.long, device=self.device)
+        self.sharded.model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        build_optimizer(self.spec, self.params, self.settings).step()
 
     def _read(self, source: WeightSource, held: Held) -> dict[str, nn.Parameter]:
         return {

@@ -92,12 +92,12 @@ def test_return_over_a_slow_link_does_not_stop_training(live: Any) -> None:
         {"event": "kill", "device": "1:1", "step": 2, "phase": "backward"},
         {"event": "return", "device": "1:1", "step": 3},
     ]
-    link = "--devices emulated --device.rate-tflops 1.35e-4 --device.domain-link-gbps 0.0156 --data.seq-len 8"
+    link = "--devices emulated --device.rate-tflops 1.35e-4 --device.domain-link-gbps 0.0185 --data.seq-len 8"
     ran = live.train("slow", f"{PAIRS} {link} --train.steps 30", events)
     assert (ran.code, ran.error) == (0, None)
     (change,) = ran.summary["changes"]
     assert change["joined"] == ["1:1"]
     step_s = statistics.median(row["step_s"] for row in ran.watch.steps() if row["generation"] == 1)
-    assert change["stages_s"]["feed"] >= 4 * step_s
+    assert change["stages_s"]["feed"] >= 3.5 * step_s
     assert change["stopped_s"] <= 2.0 * step_s
     assert [row["step"] for row in ran.watch.steps()] == list(range(30))
