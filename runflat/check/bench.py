@@ -17,7 +17,7 @@ PACKAGES = ("torch", "transformers", "numpy")
 
 def machine() -> dict[str, Any]:
     """CPU model, cores, memory in GB, and versions."""
-    fields = {}
+    fields: dict[str, str] = {}
     for name in ("/proc/cpuinfo", "/proc/meminfo"):
         for line in Path(name).read_text().splitlines():
             key, _, value = line.partition(":")

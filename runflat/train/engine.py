@@ -130,7 +130,7 @@ class Engine:
         """Read one sequence, compute once on the first unit of each kind: a job's step must not pay for a first use."""
         if self.corpus is not None:
             self.corpus.train_sequences(0, 1)
-        held = {kind.name: (0,) for kind in self.spec.kinds}
+        held: Held = {kind.name: (0,) for kind in self.spec.kinds}
         nothing = torch.zeros((), dtype=self.dtype)
         self._materialize(held, lambda param, ranges: cut(nothing.expand(param.shape), param, ranges).contiguous())
         assert self.sharded is not None
