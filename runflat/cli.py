@@ -59,10 +59,16 @@ def run(argv: list[str]) -> int:
     except RunflatError as error:
         print(textwrap.fill(f"runflat {argv[0]}: {error}", width=100, break_on_hyphens=False), file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        print(f"runflat {argv[0]}: interrupted.", file=sys.stderr)
+        return 130
     except BrokenPipeError:
         # Whoever read our output has gone (`| head`): end quietly, and keep Python from flushing into the closed pipe.
         sys.stdout = None
         return 0
+    except OSError as error:
+        print(f"runflat {argv[0]}: a file cannot be read or written: {error}", file=sys.stderr)
+        return 2
     return code
 
 

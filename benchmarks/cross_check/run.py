@@ -5,7 +5,7 @@
 Each seed is a training run with two kills (and, with --returns, one return). Recovery phases are medians over the
 measured seeds; events, the declared device rate and the seconds before the first step are those of the judged run: how
 fast processes start depends on what else the machine does. Compared are goodput, each ledger
-category as a share of all device-time, and the sequences of each replica under each plan. Writes result.json beside
+category as a share of all device-time, and the plans. Writes result.json beside
 itself. A judged run whose clock was late shows it in its step times, which are printed.
 """
 
@@ -23,6 +23,7 @@ import torch
 from runflat.cluster.events import parse_events
 from runflat.commands.models import section_config
 from runflat.config import ModelSection
+from runflat.elastic.assemble import layout_planner
 from runflat.parallel.tp_plan import build_meta_model, read_rules
 from runflat.plan.plan import plan_from_json
 from runflat.sim.config import ClusterConfig, JobConfig, RecoveryConfig, SimConfig
@@ -31,7 +32,7 @@ from runflat.sim.measured import measured_recovery, read_incidents
 from runflat.sim.replay import EMULATED_PARTS, ReplayResult, replay
 from runflat.traces.generate import Component, FailureSource
 
-TP, DP, LOCAL, SEQ_LEN, STEPS, RATE_TFLOPS = 4, 2, 7, 64, 14, 2e-5
+TP, DP, LOCAL, SEQ_LEN, STEPS, RATE_TFLOPS = 4, 2, 7, 64, 14, 4e-5
 PHASES = ("forward", "backward")
 
 
@@ -82,10 +83,24 @@ def predict(run: Path, costs: RecoveryConfig, injected: str) -> ReplayResult:
     return replay(config, "ntp,drop", parse_events(injected), num_steps=STEPS, line=line, parts=EMULATED_PARTS)
 
 
-def shares_of_plans(run: Path) -> list[list[tuple[int, int]]]:
-    """(replica, sequences) of each plan after the first."""
+def same_plans(run: Path, predicted: ReplayResult) -> bool:
+    """Whether the predicted decisions give the plans that were in force, device by device and unit by unit.
+
+    Numbers of generations are the runtime's: it may use one up without a plan coming of it.
+    """
+    model = build_meta_model(section_config(ModelSection(preset="tiny")), torch.float32, None)
+    planner = layout_planner(
+        read_rules(model, TP).spec, tp=TP, replicas=DP, num_sequences=DP * LOCAL, seq_len=SEQ_LEN, element_bytes=4
+    )
+    generations = {json.loads(line)["generation"] for line in (run / "steps.jsonl").read_text().splitlines()}
     plans = [plan_from_json(path.read_text()) for path in sorted((run / "plans").glob("*.json"))]
-    return [[(replica.replica, replica.num_sequences) for replica in plan.replicas] for plan in plans[1:]]
+    first, *recorded = [plan for plan in plans if plan.generation in generations]
+    decisions = [decision for _, decision in predicted.decisions]
+    built = []
+    for decision, plan in zip(decisions, recorded, strict=False):
+        built.append(planner.plan(decision, plan.generation, first))
+        first = built[-1]
+    return built == recorded and len(decisions) == len(recorded)
 
 
 def compare(run: Path, predicted: ReplayResult) -> dict[str, object]:
@@ -102,7 +117,7 @@ def compare(run: Path, predicted: ReplayResult) -> dict[str, object]:
         "goodput_error": predicted.goodput / summary["goodput"] - 1,
         "category_errors": errors,
         "largest_category_error": max(abs(error) for error in errors.values()),
-        "plans_identical": shares_of_plans(run) == [list(d.shares) for _, d in predicted.decisions],
+        "plans_identical": same_plans(run, predicted),
         "step_s": steps,
     }
 

@@ -27,7 +27,7 @@ from torch.distributed import TCPStore
 
 from runflat.check.bench import report, spread
 from runflat.check.live import Command, Watch, cpu_s, until
-from runflat.commands.prepare import Prepared, prepare
+from runflat.commands.prepare import Prepared, prepare, run_folder
 from runflat.commands.train import parse
 from runflat.parallel.comms import Comms, Network
 from runflat.plan.plan import Place, Plan, plan_from_json
@@ -129,7 +129,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         flags = f"--run {folder / 'plain'} {FLAGS} --train.steps {args.steps}"
-        prepared = prepare(parse(flags.split()), print)
+        config = parse(flags.split())
+        prepared = prepare(config, run_folder(config), print)
         ratios, pairs = [], []
         for number in range(args.pairs):
             order = [True, False] if number % 2 else [False, True]

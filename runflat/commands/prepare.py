@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,23 +42,23 @@ class Prepared:
     job: Job
 
 
-def prepare(config: TrainConfig, warn: Callable[[str], Any], loop: str | None = None) -> Prepared:
+def prepare(config: TrainConfig, run: Path, warn: Callable[[str], Any], loop: str | None = None) -> Prepared:
     """Check everything that can be checked, read the data, make the plan; nothing of an older run is touched.
 
-    `loop` ("file.py:function") replaces runflat's own training loop; such a loop brings its own data.
+    `run` is the claimed folder. `loop` ("file.py:function") replaces runflat's own training loop; such a loop brings
+    its own data.
 
     Raises:
         UserError: the model, layout, data or checkpoint cannot be used.
     """
     from runflat.commands.models import section_config
-    from runflat.elastic.inject import for_workers
+    from runflat.elastic.inject import check_events, for_workers
     from runflat.elastic.leftovers import publish_leftovers
     from runflat.parallel.tp_plan import build_meta_model, read_rules
     from runflat.plan.planner import build_plan, live_devices
     from runflat.train.checkpoint import newest_checkpoint
     from runflat.train.job import DTYPES, Job
 
-    run = _run_folder(config)
     hf_config = section_config(config.model)
     attention = None if config.model.attention == "auto" else config.model.attention
     model = build_meta_model(hf_config, DTYPES[config.train.dtype], attention)
@@ -69,6 +72,7 @@ def prepare(config: TrainConfig, warn: Callable[[str], Any], loop: str | None = 
         _check_resume(config, checkpoint, spec)
     corpus = None if loop else _corpus(config, run, spec)
     events = _events(config)
+    check_events(events, [f"{replica}:{slot}" for replica, slot in _all_places(config)])
     job = Job(
         hf_config=json.loads(hf_config.to_json_string(use_diff=False)),
         attention=attention,
@@ -113,6 +117,10 @@ def _corpus(config: TrainConfig, run: Path, spec: ModelSpec) -> Corpus:
     )
 
 
+def _all_places(config: TrainConfig) -> list[tuple[int, int]]:
+    return [(replica, slot) for replica in range(config.layout.replicas) for slot in range(config.layout.tp)]
+
+
 def _events(config: TrainConfig) -> tuple[Event, ...]:
     from runflat.cluster.events import read_events
 
@@ -139,18 +147,36 @@ def _device_model(device: DeviceSection) -> DeviceModel:
     )
 
 
-def _run_folder(config: TrainConfig) -> Path:
+def run_folder(config: TrainConfig) -> Path:
     """The folder of the run, made if need be; a folder that holds another run is refused."""
     run = config.run or config.resume or Path("runs") / time.strftime("%Y%m%d-%H%M%S")
-    if (run / "steps.jsonl").exists() and run != config.resume:
-        raise ConfigError(
-            f"{run} holds a run already: give another folder with --run, or go on with it by --resume {run}."
-        )
     try:
+        held = (run / "steps.jsonl").exists()
         run.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"the folder {run} cannot be made: {error}. Give another with --run.") from error
+    if held and run != config.resume:
+        raise ConfigError(
+            f"{run} holds a run already: give another folder with --run, or go on with it by --resume {run}."
+        )
     return run
+
+
+@contextlib.contextmanager
+def claimed(run: Path) -> Iterator[None]:
+    """While this lasts no other process may train in the run's folder.
+
+    Raises:
+        ConfigError: another process trains there.
+    """
+    with (run / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConfigError(
+                f"{run} is in use: another process trains there. Wait for its end, or stop it."
+            ) from error
+        yield
 
 
 def write_config(prepared: Prepared) -> None:
@@ -159,9 +185,20 @@ def write_config(prepared: Prepared) -> None:
     (run / "config.json").write_text(config.model_dump_json(indent=2) + "\n")
     steps = run / "steps.jsonl"
     start = prepared.checkpoint.progress.step if prepared.checkpoint else 0
-    # A line without its end is one that a kill or a full disk cut off.
-    lines = steps.read_text().splitlines(keepends=True) if steps.exists() else []
-    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] < start]
     fresh = steps.with_suffix(".new")
-    fresh.write_text("".join(kept))
+    fresh.write_text("".join(f"{line}\n" for line in steps_before(steps, start)))
     fresh.replace(steps)
+
+
+def steps_before(steps: Path, start: int) -> list[str]:
+    """Lines of steps.jsonl of steps before `start`, without the damaged ones."""
+    lines = steps.read_text(errors="replace").splitlines() if steps.exists() else []
+    return [line for line in lines if _step_of(line) < start]
+
+
+def _step_of(line: str) -> float:
+    """Step of a line of steps.jsonl; infinite for one that a kill, a full disk or a person has damaged."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, TypeError, LookupError):
+        return math.inf

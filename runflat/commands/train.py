@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from runflat.commands.prepare import Prepared, prepare, write_config
+from runflat.commands.prepare import Prepared, claimed, prepare, run_folder, write_config
 from runflat.commands.progress import ProgressView
 from runflat.config import TrainConfig, flag_rules, load_config
 from runflat.errors import CheckpointError, RunError
@@ -89,14 +89,15 @@ def main(argv: list[str]) -> int:
 
 def train(config: TrainConfig, loop: str | None = None) -> tuple[int, dict[str, Any]]:
     """Train as `config` says, with runflat's loop or the user's `loop`; returns the exit code and the summary."""
-    warnings: list[str] = []
-    prepared = prepare(config, warnings.append, loop)
+    run = run_folder(config)
     try:
-        return _run(prepared, warnings)
+        with claimed(run):
+            warnings: list[str] = []
+            return _run(prepare(config, run, warnings.append, loop), warnings)
     except OSError as error:
         raise CheckpointError(
-            f"the files of the run under {prepared.run} cannot be written: {error}. Checkpoints that are there are "
-            f"whole: make room, then go on with runflat train --resume {prepared.run}."
+            f"the files of the run under {run} cannot be written: {error}. Checkpoints that are there are whole: make "
+            f"room, then go on with runflat train --resume {run}."
         ) from error
 
 
@@ -116,7 +117,9 @@ def _run(prepared: Prepared, warnings: Sequence[str]) -> tuple[int, dict[str, An
         try:
             controller.supervise(LocalWorkers(prepared.job))
         except KeyboardInterrupt as error:
-            raise RunError("interrupted twice: stopped at once, the step in flight is lost.") from error
+            raise RunError(
+                "interrupted twice: stopped at once; what was done since the newest checkpoint is lost."
+            ) from error
     summary = controller.summary()
     (prepared.run / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     _conclude(prepared, summary, view)

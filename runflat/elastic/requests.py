@@ -7,6 +7,7 @@ RUN/devices.json              what the controller last said of each device
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import uuid
@@ -18,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from runflat.errors import ConfigError, RunError
 
+MAX_PID = 1 << 31
 POLL_S = 0.1
 PATIENCE_S = 15.0
 """Longest wait for an answer."""
@@ -47,8 +49,8 @@ class Inbox:
         """Open the folder; what was asked of an earlier controller is forgotten."""
         self._folder = run / "requests"
         self._folder.mkdir(exist_ok=True)
-        for path in self._folder.iterdir():
-            path.unlink()
+        for path in self._folder.glob("*.json"):
+            _forget(path)
 
     def take(self) -> list[tuple[str, Request]]:
         """(id, request) of all that has come in since; one that makes no sense is answered here."""
@@ -56,17 +58,23 @@ class Inbox:
         for path in sorted(self._folder.glob("*.json")):
             if path.name.startswith(".") or path.name.endswith(".reply.json"):
                 continue
-            text = path.read_text(encoding="utf-8")
-            path.unlink()
             try:
-                found.append((path.stem, Request.model_validate_json(text)))
+                found.append((path.stem, Request.model_validate_json(path.read_bytes())))
             except ValidationError as error:
                 self.reply(path.stem, ok=False, text=f"not a request: {error.errors()[0]['msg']}")
+            except OSError:
+                continue  # a folder, or gone: whatever it is, training does not depend on it
+            _forget(path)
         return found
 
     def reply(self, request: str, *, ok: bool, text: str) -> None:
         """Answer a request."""
         write_whole(self._folder / f"{request}.reply.json", {"ok": ok, "text": text})
+
+
+def _forget(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 def read_devices(run: Path) -> dict[str, Any]:
@@ -78,8 +86,10 @@ def read_devices(run: Path) -> dict[str, Any]:
     path = run / "devices.json"
     try:
         data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{run} is no run of this version: {path} cannot be read ({error}).") from error
+        if not isinstance(data["finished"], bool) or not 0 < data["controller_pid"] < MAX_PID:
+            raise ValueError("a field has a value that no controller writes")
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"{run} is no run of this version: {path} cannot be used ({error}).") from error
     return data
 
 

@@ -12,7 +12,7 @@ import torch
 
 from runflat.check.live import Command, Watch, cpu_s
 from runflat.check.ranks import run_ranks
-from runflat.commands.prepare import prepare
+from runflat.commands.prepare import prepare, run_folder
 from runflat.commands.train import parse
 from runflat.elastic.stepping import Step
 from runflat.parallel.comms import Comms, Network
@@ -49,7 +49,8 @@ class Alone:
 def test_a_step_launches_what_the_plan_counts_and_nothing_else(live: Any, dead: str) -> None:
     """Catches a collective that recovery needs but that every step pays for."""
     layout = f"--layout.tp 4 --layout.replicas 2 --train.global-batch 14 {dead} --run {live.folder / 'run'}"
-    prepared = prepare(parse(live.flags(layout)), print)
+    config = parse(live.flags(layout))
+    prepared = prepare(config, run_folder(config), print)
     launched: Counter[Place] = Counter()
 
     def work(place: Place, comms: Comms) -> list[str]:
