@@ -27,14 +27,13 @@ class Channel(Protocol):
 class Inbox:
     """Orders in the order in which they came. An abort acts at once, from the listening thread.
 
-    `stop`: training is to end after the step in flight (so it does when the controller is gone, which `orphaned`
-    tells). `switch`: the last order to switch, until it is cleared.
+    `stop`: training is to end after the step in flight; so it is when the controller is gone. `switch`: the last order
+    to switch, until it is cleared.
     """
 
     def __init__(self, channel: Channel, leave_below: Callable[[int], None]):
         """`leave_below(generation)` wakes the main thread out of every older generation."""
         self.stop = threading.Event()
-        self.orphaned = threading.Event()
         self.switch: Switch | None = None
         self._channel = channel
         self._leave_below = leave_below
@@ -56,7 +55,6 @@ class Inbox:
                 self.stop.set()
                 continue
             self._queue.put(order)
-        self.orphaned.set()
         self.stop.set()
         self._queue.put(None)
 
