@@ -186,8 +186,8 @@ class Books:
             self._step_s.append(record["step_s"])
             if len(plan.places) == self.facts.num_places:
                 self._healthy_s.append(record["step_s"])
-        self._billed_s += max((report.billed_s for report in reports.values()), default=0.0)
-        self._late_s += max((report.late_s for report in reports.values()), default=0.0)
+        self._billed_s += record.get("billed_s", 0.0)
+        self._late_s += record.get("late_s", 0.0)
         slowest = max((report.compute_s for report in reports.values()), default=0.0)
         self.waited_s = {number: slowest - report.compute_s for number, report in reports.items()}
         self.view.step(record)
@@ -217,7 +217,7 @@ class Books:
             replicas.append(
                 {"replica": replica.replica, "num_samples": count, "compute_s": times[0], "sync_s": times[1]}
             )
-        return {
+        record = {
             "step": self.step,
             **self._results(reports),
             "generation": plan.generation,
@@ -226,6 +226,11 @@ class Books:
             "time_s": now,
             "replicas": replicas,
         }
+        if any(report.billed_s for report in reports.values()):
+            record |= {
+                name: max(getattr(report, name) for report in reports.values()) for name in ("billed_s", "late_s")
+            }
+        return record
 
     def _results(self, reports: Mapping[int, StepReport]) -> dict[str, Any]:
         for report in reports.values():

@@ -68,19 +68,29 @@ def shard_bytes(spec: ModelSpec, plan: Plan, device: str) -> int:
     return sum(unit_bytes(spec, kind, unit, STATE_BYTES) for kind, units in held.items() for unit in units)
 
 
-def step_s(watch: Watch, generation: int) -> float:
-    """Mean seconds between commits under a generation; the emulated clock makes up for single late steps."""
-    times = [row["time_s"] for row in watch.steps() if row["generation"] == generation]
-    return (times[-1] - times[0]) / (len(times) - 1)
+BUSY = 0.9
+"""Part of a rate that is asked of wall time where others use the machine: above what wrong shares would give."""
 
 
 def check_rate(watch: Watch, generation: int, wanted: float) -> None:
-    """The rate under a generation is at least `wanted` of the healthy one.
+    """The rate under a generation is at least `wanted` of the healthy one as declared, and nearly so on the wall.
 
-    On a machine so busy that the run calls its own durations invalid there is nothing to judge; the benchmark does.
+    The emulated clock may run behind by up to a step without being late, so that a few steps on a busy machine do not
+    show 3 %; `benchmarks/throughput` judges wall time closely.
     """
+    healthy, hurt = ([row for row in watch.steps() if row["generation"] == number] for number in (0, generation))
+    assert _mean_s(healthy, "billed_s") / _mean_s(hurt, "billed_s") >= wanted
     if watch.summary()["emulated"]["valid"]:
-        assert step_s(watch, 0) / step_s(watch, generation) >= wanted
+        assert _commit_s(healthy) / _commit_s(hurt) >= BUSY * wanted
+
+
+def _mean_s(rows: list[dict[str, Any]], column: str) -> float:
+    return sum(row[column] for row in rows) / len(rows)
+
+
+def _commit_s(rows: list[dict[str, Any]]) -> float:
+    """Mean seconds between commits; the emulated clock makes up for single late steps."""
+    return (rows[-1]["time_s"] - rows[0]["time_s"]) / (len(rows) - 1)
 
 
 def test_two_failures_and_a_return_change_nothing(live: Any) -> None:
