@@ -133,6 +133,8 @@ def _problems(event: Event) -> Iterable[str]:
         yield f"field 'target' is {event.target!r}; allowed: {', '.join(CORRUPT_TARGETS)}"
     if event.event is EventKind.FLAKE and event.peer is None:
         yield "a 'flake' needs field 'peer', the device at the other end of the cut link"
+    if event.peer is not None and event.peer == event.device:
+        yield f"fields 'device' and 'peer' are both {event.peer!r}; a link has two different ends"
     if event.event is EventKind.SLOW and event.factor is None:
         yield "a 'slow' needs field 'factor', for example 2.0 when computation takes twice as long"
     for name in ("time_s", "duration_s", "step"):

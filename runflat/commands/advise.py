@@ -10,6 +10,7 @@ import tyro
 
 from runflat.commands.simulate import changed, read_question, write_json
 from runflat.sim.advise import advice_text, advise
+from runflat.sim.config import checked
 from runflat.sim.tables import question
 
 DESCRIPTION = """Which chain, how many spares and how much power headroom, in words and numbers.
@@ -38,7 +39,8 @@ def advise_command(
     """
     asked = changed(read_question(config, preset), seeds=seeds, days=days)
     if price is not None:
-        asked = asked.model_copy(update={"cluster": asked.cluster.model_copy(update={"price_per_device_h": price})})
+        cluster = asked.cluster.model_copy(update={"price_per_device_h": price})
+        asked = checked(asked.model_copy(update={"cluster": cluster}), source="--price")
     print(question(asked), end="\n\n")
     advice = advise(asked)
     print(advice_text(asked, advice))

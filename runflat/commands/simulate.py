@@ -12,7 +12,7 @@ import tyro
 from runflat.cluster.ledger import GOODPUT_NAMES
 from runflat.errors import ConfigError
 from runflat.plan.strategies import BatchRule
-from runflat.sim.config import SimConfig, load_config, parse_candidate
+from runflat.sim.config import SimConfig, checked, load_config, parse_candidate
 from runflat.sim.experiment import fallen_through, run_all
 from runflat.sim.perf_times import job_times
 from runflat.sim.presets import preset as ready_question
@@ -46,16 +46,13 @@ def changed(
     """The question with what the flags say.
 
     Raises:
-        ConfigError: for an unknown strategy, or numbers below 1 draw or 0 days.
+        ConfigError: for a value that is not allowed.
     """
-    if seeds is not None and seeds < 1:
-        raise ConfigError(f"--seeds is {seeds}; at least one draw is needed")
-    if days is not None and days <= 0:
-        raise ConfigError(f"--days is {days}; it must be above 0")
     for text in strategies:
         parse_candidate(text)
     given = {"strategies": tuple(strategies) or None, "seeds": seeds, "days": days, "rule": rule}
-    return question.model_copy(update={name: value for name, value in given.items() if value is not None})
+    update = {name: value for name, value in given.items() if value is not None}
+    return checked(question.model_copy(update=update), source="the flags")
 
 
 def write_json(path: Path, data: object) -> None:

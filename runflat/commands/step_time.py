@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -90,6 +91,8 @@ def main(argv: list[str]) -> int:
     args = tyro.cli(StepTimeArgs, args=argv, prog="runflat step-time", description=DESCRIPTION)
     if not 0 <= args.lost < args.tp:
         raise PlanError(f"--lost is {args.lost}: a stage of {args.tp} devices can lose 0 to {args.tp - 1} of them.")
+    if not (math.isfinite(args.speed) and args.speed > 0):
+        raise PlanError(f"--speed is {args.speed}: give a finite number above 0, such as 1.07 for 7 % more.")
     from runflat.cluster.hardware import load_hardware
     from runflat.perf.memory import device_memory
     from runflat.perf.shape import load_model

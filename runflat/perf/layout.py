@@ -62,7 +62,7 @@ class Layout:
     sync: Sync = "direct"
 
     def __post_init__(self) -> None:
-        for field in ("tp", "pp", "dp", "cp", "global_batch", "seq_len", "micro_batch", "virtual"):
+        for field in ("tp", "pp", "dp", "cp", "global_batch", "seq_len", "micro_batch", "virtual", "grad_bytes"):
             if getattr(self, field) < 1:
                 raise PlanError(f"{field} is {getattr(self, field)}: give a number of at least 1.")
         if self.global_batch < self.dp:

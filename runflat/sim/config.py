@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import tomllib
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -21,8 +21,12 @@ from runflat.traces.generate import FailureSource
 from runflat.traces.trace import DAY_S
 
 
+MOST_FAILURES = 1e7
+"""Failures of one draw: more do not fit in memory, and no job runs through them."""
+
+
 class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class ClusterConfig(_Frozen):
@@ -62,7 +66,7 @@ class JobConfig(_Frozen):
     """Query heads: a degree that does not divide them makes some devices do more."""
     attention_share: float = Field(default=0.25, ge=0, le=1)
     """Share of the step spent in attention, where heads are given."""
-    memory_limit: float = Field(default=math.inf, gt=1)
+    memory_limit: float = Field(default=math.inf, gt=1, allow_inf_nan=True)
     """How many times as much of the model a survivor can hold as in health: 1.2 admits TP 7 of 8, not 6."""
 
 
@@ -85,7 +89,7 @@ class RecoveryConfig(_Frozen):
     restart_to_rejoin: bool = False
     """Chains of ``restart`` alone: restart on purpose once a repaired replica can join, instead of waiting for the
     next failure."""
-    checkpoint_interval_s: float | Literal["optimum"] = "optimum"
+    checkpoint_interval_s: Annotated[float, Field(gt=0)] | Literal["optimum"] = "optimum"
     """Running seconds between saves; ``optimum`` is sqrt(2 x save x time between failures), at least a step."""
     checkpoint_save_s: float = Field(default=5.0, ge=0)
     """Seconds that a save stops training."""
@@ -142,7 +146,7 @@ class SimConfig(_Frozen):
     """Capped: sequences that a full replica may do; none for its local batch."""
     repack: bool = True
     """Whether hit groups are put together into the fewest replicas."""
-    days: float = Field(default=30.0, gt=0)
+    days: float = Field(default=30.0, gt=0, le=36525)
     seeds: int = Field(default=10, ge=1)
     first_seed: int = Field(default=0, ge=0)
 
@@ -158,6 +162,12 @@ class SimConfig(_Frozen):
             except ConfigError as error:
                 # Inside pydantic only a ValueError gets the key and the file in front of it.
                 raise ValueError(f"strategies: {error}") from None
+        expected = self.failures_per_s() * self.days * DAY_S
+        if expected > MOST_FAILURES:
+            raise ValueError(
+                f"about {expected:.3g} failures in {self.days:g} days are more than the {MOST_FAILURES:.0e} that are "
+                "simulated: lower the failure rate or the number of days"
+            )
         return self
 
     @property
@@ -265,6 +275,15 @@ def load_config(path: Path) -> SimConfig:
     return config
 
 
+def checked(config: SimConfig, *, source: str) -> SimConfig:
+    """`config`, whose values were changed after it was read, checked again.
+
+    Raises:
+        ConfigError: naming source, key and problem.
+    """
+    return config_from(config.model_dump(), source=source)
+
+
 def config_from(values: object, *, source: str) -> SimConfig:
     """The configuration with the given values.
 
@@ -275,5 +294,8 @@ def config_from(values: object, *, source: str) -> SimConfig:
         return SimConfig.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"]) or "the whole"
-        raise ConfigError(f"{source}: {key}: {first['msg']} (given: {str(first['input'])[:80]})") from None
+        words = first["msg"].removeprefix("Value error, ")
+        if not first["loc"]:
+            raise ConfigError(f"{source}: {words}") from None
+        key = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"{source}: {key}: {words} (given: {str(first['input'])[:80]})") from None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from runflat.errors import ConfigError
-from runflat.sim.config import SimConfig
+from runflat.sim.config import SimConfig, checked
 from runflat.sim.experiment import CandidateResult, run_all
 from runflat.sim.tables import columns, percent
 
@@ -48,7 +48,9 @@ def varied(config: SimConfig, axis: Axis, value: float) -> SimConfig:
             update={"recovery": c.recovery.model_copy(update={"checkpoint_interval_s": v})}
         ),
     }
-    return changes[axis](config, value)
+    if not math.isfinite(value):
+        raise ConfigError(f"{axis} cannot be {value}; give finite numbers")
+    return checked(changes[axis](config, value), source=f"{axis} {value:g}")
 
 
 def _whole(value: float) -> int:

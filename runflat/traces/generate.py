@@ -28,7 +28,7 @@ LLAMA3_DEVICE_DAYS = 54 * 16_384
 
 
 class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class Repair(_Frozen):

@@ -55,6 +55,7 @@ def test_other_notes_of_the_runtime_are_passed_over() -> None:
         ({"event": "slow", "device": "0:0", "step": 1}, ["row 2", "'factor'"]),
         ({"event": "slow", "device": "0:0", "step": 1, "factor": 0}, ["row 2", "'factor'", "above 0"]),
         ({"event": "flake", "device": "0:0", "step": 1}, ["row 2", "'peer'"]),
+        ({"event": "flake", "device": "0:0", "peer": "0:0", "step": 1}, ["row 2", "'peer'", "two different ends"]),
         ({"event": "corrupt", "device": "0:0", "step": 1, "target": "soul"}, ["row 2", "soul", "moment"]),
     ],
 )

@@ -45,8 +45,9 @@ def test_simulate_takes_a_file_and_its_own_result_place(tmp_path: Path) -> None:
     ("argv", "words"),
     [
         ([], "either a configuration file or --preset"),
-        (["--preset", "lab", "--seeds", "0"], "--seeds is 0"),
-        (["--preset", "lab", "--days", "-1"], "--days is -1"),
+        (["--preset", "lab", "--seeds", "0"], r"seeds: .* greater than or equal to 1 \(given: 0\)"),
+        (["--preset", "lab", "--days", "-1"], r"days: .* greater than 0 \(given: -1"),
+        (["--preset", "lab", "--days", "nan"], r"days: .* finite number \(given: nan"),
         (["--preset", "lab", "--strategies", "hope"], "'hope'"),
     ],
 )
@@ -64,8 +65,28 @@ def test_sweep_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[st
     data = json.loads((tmp_path / "lab-spare-domains.json").read_text())
     assert data["figure"]["lines"][0]["x"] == [0, 1]
     assert (tmp_path / "lab-spare-domains.png").is_file()
-    with pytest.raises(ConfigError, match="--values is empty"):
-        sweep.main(["--preset", "lab", "--values"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--values"], "--values is empty"),
+        (["--values", "nan"], "rate cannot be nan"),
+        (["--values", "1e30"], "failures in 365 days are more than"),
+        (["--over", "checkpoint", "--values", "-5"], "greater than 0"),
+        (["--over", "tp", "--values", "2.5"], "whole number"),
+    ],
+)
+def test_sweep_values_that_make_no_sense(argv: list[str], words: str) -> None:
+    """Catches values that pass by the checks of a configuration file and end in a traceback."""
+    with pytest.raises(ConfigError, match=words):
+        sweep.main(["--preset", "lab", *argv])
+
+
+def test_a_price_must_be_a_number() -> None:
+    """Catches advice in nan money."""
+    with pytest.raises(ConfigError, match="price_per_device_h"):
+        advise.main(["--preset", "lab", "--price", "nan"])
 
 
 def test_advise_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
