@@ -3,23 +3,25 @@
     python benchmarks/cross_check/run.py --measure 0 1 2 3 4 --judge 5 6 7 8 9
 
 Each seed is a training run with two kills (and, with --returns, one return). Recovery phases are medians over the
-measured seeds; events, the declared device rate and the seconds before the first step are those of the judged run: how
-fast processes start depends on what else the machine does. Compared are goodput, each ledger
-category as a share of all device-time, and the plans. Writes result.json beside
-itself. A judged run whose clock was late shows it in its step times, which are printed.
+measured seeds, and so are the seconds before the first step; only the events and the declared device rate are those of
+the judged run. Compared are goodput, each ledger category as a share of all device-time, and the plans, which must be
+identical. Writes result.json and README.md beside itself. A judged run whose clock was late shows it in its step times.
+With --keep, runs that are in the folder already are taken as they are.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
+import statistics
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from runflat.check.bench import arguments, report
 from runflat.cluster.events import parse_events
 from runflat.commands.models import section_config
 from runflat.config import ModelSection
@@ -32,6 +34,7 @@ from runflat.sim.measured import measured_recovery, read_incidents
 from runflat.sim.replay import EMULATED_PARTS, ReplayResult, replay
 from runflat.traces.generate import Component, FailureSource
 
+HERE = Path(__file__).parent
 TP, DP, LOCAL, SEQ_LEN, STEPS, RATE_TFLOPS = 4, 2, 7, 64, 14, 4e-5
 PHASES = ("forward", "backward")
 
@@ -49,14 +52,16 @@ def scenario(seed: int, returns: bool) -> str:
     return json.dumps(rows)
 
 
-def train(seed: int, folder: Path, returns: bool) -> Path:
+def train(seed: int, folder: Path, returns: bool, keep: bool, rate_tflops: float = RATE_TFLOPS) -> Path:
     """The run folder of a seed, after the run."""
     run, injected = folder / f"seed-{seed}", folder / f"seed-{seed}.json"
+    if keep and (run / "summary.json").is_file():
+        return run
     injected.write_text(scenario(seed, returns))
     flags = {
         "--run": run, "--layout.tp": TP, "--layout.replicas": DP, "--model.preset": "tiny",
         "--train.steps": STEPS, "--train.warmup_steps": 2, "--train.global_batch": DP * LOCAL,
-        "--data.seq_len": SEQ_LEN, "--devices": "emulated", "--device.rate_tflops": RATE_TFLOPS,
+        "--data.seq_len": SEQ_LEN, "--devices": "emulated", "--device.rate_tflops": rate_tflops,
         "--inject": injected,
     }  # fmt: skip
     argv = [str(part) for flag in flags.items() for part in flag]
@@ -70,8 +75,8 @@ def start_s(run: Path) -> float:
     return float(first["time_s"] - first["step_s"])
 
 
-def predict(run: Path, costs: RecoveryConfig, injected: str) -> ReplayResult:
-    """What the simulator says of a run."""
+def predict(costs: RecoveryConfig, injected: str) -> ReplayResult:
+    """What the simulator says of a run with these faults."""
     model = build_meta_model(section_config(ModelSection(preset="tiny")), torch.float32, None)
     config = SimConfig(
         job=JobConfig(tp=TP, dp=DP, local_batch=LOCAL, seq_len=SEQ_LEN),
@@ -103,7 +108,7 @@ def same_plans(run: Path, predicted: ReplayResult) -> bool:
     return built == recorded and len(decisions) == len(recorded)
 
 
-def compare(run: Path, predicted: ReplayResult) -> dict[str, object]:
+def compare(run: Path, predicted: ReplayResult) -> dict[str, Any]:
     """Errors of a prediction: of goodput relative, of each category in shares of all device-time."""
     summary = json.loads((run / "summary.json").read_text())
     total = sum(summary["device_s"].values())
@@ -122,28 +127,51 @@ def compare(run: Path, predicted: ReplayResult) -> dict[str, object]:
     }
 
 
-def main(measure: list[int], judge: list[int], folder: Path, returns: bool) -> dict[str, object]:
+def cross_check(
+    measure: list[int], judge: list[int], folder: Path, *, returns: bool = False, keep: bool = False
+) -> dict[str, Any]:
     """All judged seeds, by number, after the measured ones gave their phase times."""
     folder.mkdir(parents=True, exist_ok=True)
-    runs = [train(seed, folder, returns) for seed in measure]
+    runs = [train(seed, folder, returns, keep) for seed in measure]
     costs = measured_recovery(
-        read_incidents(run / "events.jsonl" for run in runs), RecoveryConfig(join_s=0, checkpoint_save_s=0)
+        read_incidents(run / "events.jsonl" for run in runs),
+        RecoveryConfig(join_s=0, checkpoint_save_s=0, start_s=statistics.median(start_s(run) for run in runs)),
     )
-    found: dict[str, object] = {}
+    found: dict[str, Any] = {}
     for seed in judge:
-        run = train(seed, folder, returns)
-        started = costs.model_copy(update={"start_s": start_s(run)})
-        found[str(seed)] = compare(run, predict(run, started, scenario(seed, returns)))
-    return {"costs": costs.model_dump(mode="json"), "judged": found}
+        run = train(seed, folder, returns, keep)
+        found[str(seed)] = compare(run, predict(costs, scenario(seed, returns)))
+    return {"costs": costs.model_dump(mode="json"), "measured": measure, "judged": found}
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+def main() -> None:
+    """Runs, judges, writes result.json and README.md."""
+    parser = arguments(__doc__, HERE)
     parser.add_argument("--measure", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--judge", type=int, nargs="+", default=[5, 6, 7, 8, 9])
     parser.add_argument("--runs", type=Path, default=Path("runs/cross_check"))
     parser.add_argument("--returns", action="store_true")
+    parser.add_argument("--keep", action="store_true")
     given = parser.parse_args()
-    result = main(given.measure, given.judge, given.runs, given.returns)
-    print(json.dumps(result, indent=1))
-    (Path(__file__).parent / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    measure, judge = ([0], [5]) if given.quick else (given.measure, given.judge)
+    result = cross_check(measure, judge, given.runs, returns=given.returns, keep=given.keep)
+    rows = []
+    for seed, found in result["judged"].items():
+        rows += [
+            (
+                f"seed {seed} (emulated): goodput, and as predicted",
+                f"{found['goodput']:.4f}, {found['goodput_predicted']:.4f} ({100 * found['goodput_error']:+.2f} %)",
+                "within 3 %",
+            ),
+            (
+                f"seed {seed} (emulated): largest error of a ledger category",
+                f"{100 * found['largest_category_error']:.2f} % of all time",
+                "<= 3 %",
+            ),
+            (f"seed {seed} (emulated): plans", "identical" if found["plans_identical"] else "DIFFER", "identical"),
+        ]
+    report(given.out, "Simulator against runtime", __doc__.partition("\n\n")[0], rows, result)
+
+
+if __name__ == "__main__":
+    main()

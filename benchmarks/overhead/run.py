@@ -10,7 +10,6 @@ told apart: `train.memory_every` says how many there are.
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import os
 import socket
@@ -25,7 +24,7 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
-from runflat.check.bench import report, spread
+from runflat.check.bench import arguments, report, spread
 from runflat.check.live import Command, Watch, cpu_s, until
 from runflat.commands.prepare import Prepared, prepare, run_folder
 from runflat.commands.train import parse
@@ -121,18 +120,19 @@ def _used(workers: list[int], controller: int) -> dict[str, float]:
 
 def main() -> None:
     """Measures, writes result.json and README.md."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, HERE)
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--steps", type=int, default=30, help="of each run of a pair")
     parser.add_argument("--cpu-steps", type=int, default=100, help="of the run whose CPU time is counted")
     args = parser.parse_args()
+    num_pairs = 2 if args.quick else args.pairs
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         flags = f"--run {folder / 'plain'} {FLAGS} --train.steps {args.steps}"
         config = parse(flags.split())
         prepared = prepare(config, run_folder(config), print)
         ratios, pairs = [], []
-        for number in range(args.pairs):
+        for number in range(num_pairs):
             order = [True, False] if number % 2 else [False, True]
             seconds = {
                 with_it: supervised(folder, args.steps, f"supervised-{number}")[0]
@@ -147,7 +147,7 @@ def main() -> None:
     share = side_s / used["workers"]
     rows = [
         (
-            f"step time with supervision / without, median of {args.pairs} pairs",
+            f"step time with supervision / without, median of {num_pairs} pairs",
             f"{statistics.median(ratios):.3f}",
             "<= 1.05",
         ),
@@ -155,7 +155,7 @@ def main() -> None:
         ("CPU time of the threads that copy to memory / of workers", f"{used['copies'] / used['workers']:.2%}", ""),
     ]
     data = {"pairs": pairs, "ratio": spread(ratios), "cpu_s": used, "cpu_share": share, "cpu_steps": args.cpu_steps}
-    report(HERE, "Overhead while nothing fails", __doc__.partition("\n\n")[0], rows, data)
+    report(args.out, "Overhead while nothing fails", __doc__.partition("\n\n")[0], rows, data)
 
 
 if __name__ == "__main__":

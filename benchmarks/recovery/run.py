@@ -10,7 +10,6 @@ devices, `slow link` emulated devices whose link makes the transfer of a return 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -20,7 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from runflat.check.bench import report, spread
+from runflat.check.bench import arguments, report, spread
 from runflat.check.live import Command, Watch, until
 
 HERE = Path(__file__).parent
@@ -103,14 +102,15 @@ def seconds(watch: Watch) -> dict[str, Any]:
 
 def main() -> None:
     """Measures, writes result.json and README.md."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, HERE)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
     args = parser.parse_args()
+    num_kills = 2 if args.quick else args.kills
     results = {}
     with tempfile.TemporaryDirectory() as folder:
         for name in args.settings:
-            results[name] = measure(name, SETTINGS[name], args.kills, Path(folder))
+            results[name] = measure(name, SETTINGS[name], num_kills, Path(folder))
     rows = []
     for name, result in results.items():
         note = " (emulated)" if result["emulated"] else ""
@@ -124,7 +124,9 @@ def main() -> None:
             (f"{name}{note}: pause at a return, median", f"{pause['median']:.2f} s", "<= 0.3 s"),
             (f"{name}{note}: transfer of a return", f"{result['transfer_steps']['median']:.1f} steps", ""),
         ]
-    report(HERE, "Recovery and return", __doc__.partition("\n\n")[0], rows, {"kills": args.kills, "settings": results})
+    report(
+        args.out, "Recovery and return", __doc__.partition("\n\n")[0], rows, {"kills": num_kills, "settings": results}
+    )
 
 
 if __name__ == "__main__":

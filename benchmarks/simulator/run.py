@@ -2,20 +2,19 @@
 
     python benchmarks/simulator/run.py
 
-Writes result.json beside itself: five strategies over 54 days of 32,768 devices; 1,000 draws of 15 days for one
-strategy; time per event from 1,024 to 1,048,576 devices; peak memory of all of it.
+Writes result.json and README.md beside itself: five strategies over 54 days of 32,768 devices; 1,000 draws of 15 days
+for one strategy; time per event from 1,024 to 1,048,576 devices; peak memory of all of it.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import resource
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from runflat.check.bench import arguments, report
 from runflat.sim.config import JobConfig, SimConfig
 from runflat.sim.experiment import make_trace, run_all, simulate
 from runflat.traces.generate import LLAMA3_DEVICE_DAYS, FailureSource, hardware_software
@@ -73,10 +72,25 @@ def measure(num_draws: int = 1000) -> dict[str, float]:
     return result
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+def main() -> None:
+    """Measures, writes result.json and README.md. It is quick as it is."""
+    parser = arguments(__doc__, Path(__file__).parent)
     parser.add_argument("--draws", type=int, default=1000)
-    found = measure(parser.parse_args().draws)
-    for name, value in found.items():
-        print(f"{name:34} {value:10.3g}")
-    (Path(__file__).parent / "result.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    args = parser.parse_args()
+    found = measure(args.draws)
+    rows = [
+        ("32,768 GPUs, 54 days, five strategies", f"{found['five_strategies_54_days_s']:.2f} s", "< 2 s"),
+        (
+            f"{args.draws} draws of 15 days, one strategy",
+            f"{found[f'draws_{args.draws}_of_15_days_s']:.1f} s",
+            "< 60 s",
+        ),
+        *((f"time of an event with {size:,} GPUs", f"{found[f'per_event_us_{size}']:.0f} us", "") for size in SIZES),
+        ("largest over smallest of these", f"{found['per_event_largest_over_smallest']:.2f}", "<= 2"),
+        ("peak memory", f"{found['peak_memory_mb']:.0f} MB", "< 1,000 MB"),
+    ]
+    report(args.out, "Speed of the simulator, on one core", __doc__.partition("\n\n")[0], rows, found)
+
+
+if __name__ == "__main__":
+    main()

@@ -17,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from runflat.check.bench import report
+from runflat.check.bench import arguments, report
 from runflat.check.live import Command, Watch, until
 from runflat.plan.plan import plan_from_json
 from runflat.plan.units import unit_bytes
@@ -89,7 +89,8 @@ def shard_bytes(watch: Watch, device: str) -> int:
 
 
 def main() -> None:
-    """Measures, writes result.json and README.md."""
+    """Measures, writes result.json and README.md. It is quick as it is."""
+    args = arguments(__doc__, HERE).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         results = {name: measure(name, Path(folder)) for name in CASES}
     rows = []
@@ -100,7 +101,7 @@ def main() -> None:
             (f"{name}: bytes moved against bytes lost", f"{result['bytes_moved'] / result['bytes_lost']:.3f}", "1"),
             (f"{name}: emulated clocks were kept", str(result["emulated"]["valid"]), "True"),
         ]
-    report(HERE, "Throughput after losses (emulated)", __doc__.partition("\n\n")[0], rows, results)
+    report(args.out, "Throughput after losses (emulated)", __doc__.partition("\n\n")[0], rows, results)
 
 
 if __name__ == "__main__":

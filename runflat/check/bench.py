@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -44,12 +45,22 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     }
 
 
-def report(folder: Path, title: str, text: str, rows: Sequence[tuple[str, str, str]], data: Mapping[str, Any]) -> None:
-    """Write result.json and README.md beside a benchmark. `rows` are (what, measured, wanted)."""
+def arguments(text: str, folder: Path) -> argparse.ArgumentParser:
+    """A parser of a benchmark's flags with those that all have: `--quick` (a few minutes), and `--out`."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="small sizes, to see that it works; no result to keep")
+    parser.add_argument("--out", type=Path, default=folder, help="folder of result.json and README.md")
+    return parser
+
+
+def report(out: Path, title: str, text: str, rows: Sequence[tuple[str, str, str]], data: Mapping[str, Any]) -> None:
+    """Write result.json and README.md into `out`. `rows` are (what, measured, wanted)."""
     facts = machine()
-    command = f"python benchmarks/{folder.name}/run.py {' '.join(sys.argv[1:])}".strip()
+    script = Path(sys.argv[0])
+    command = f"python benchmarks/{script.parent.name}/{script.name} {' '.join(sys.argv[1:])}".strip()
+    out.mkdir(parents=True, exist_ok=True)
     whole = {"command": command, "load_average": os.getloadavg(), "machine": facts, **data}
-    (folder / "result.json").write_text(json.dumps(whole, indent=2) + "\n")
+    (out / "result.json").write_text(json.dumps(whole, indent=2) + "\n")
     versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
     table = "\n".join(f"| {what} | {measured} | {wanted} |" for what, measured, wanted in rows)
     page = (
@@ -57,5 +68,5 @@ def report(folder: Path, title: str, text: str, rows: Sequence[tuple[str, str, s
         f"`{command}` on {facts['cores']} cores of {facts['cpu']}, {facts['memory_gb']:.0f} GB, {versions}. All "
         f"numbers are in `result.json`.\n"
     )
-    (folder / "README.md").write_text(page)
+    (out / "README.md").write_text(page)
     print(page)

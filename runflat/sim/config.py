@@ -20,7 +20,6 @@ from runflat.sim.times import ProportionalTimes
 from runflat.traces.generate import FailureSource
 from runflat.traces.trace import DAY_S
 
-
 MOST_FAILURES = 1e7
 """Failures of one draw: more do not fit in memory, and no job runs through them."""
 
