@@ -8,6 +8,7 @@ RunflatError
     PlanError         a layout that is not possible: degree, dead slots, batch, memory
     CheckpointError   a checkpoint that is missing, damaged, or does not fit
     TraceError        a file of failure events
+    PowerError        power limits: no driver, a limits file that others can change, no agent
   RunError            the job was possible but failed; exit code 1
 
 The message of a `UserError` says the value, the limit that it broke and what to do about it.
@@ -54,6 +55,10 @@ class CheckpointError(UserError):
 
 class TraceError(UserError):
     """A file of failure events cannot be read or contradicts itself."""
+
+
+class PowerError(UserError):
+    """Power limits cannot be read or set here, or the file that bounds them cannot be trusted."""
 
 
 class RunError(RunflatError):
