@@ -56,7 +56,7 @@ PHASES = (
 )
 """Where in a step (first row), in a recovery (second) or in a return (third) an injected event strikes."""
 
-CORRUPT_TARGETS = ("parameter", "moment", "lr")
+CORRUPT_TARGETS = ("weight", "moment", "lr")
 """What a ``corrupt`` event may flip a bit of."""
 
 
@@ -86,7 +86,7 @@ class Event:
     factor: float | None = None
     """For ``slow``: how many times as long computation takes."""
     target: str | None = None
-    """For ``corrupt``: one of :data:`CORRUPT_TARGETS`."""
+    """For ``corrupt``: one of :data:`CORRUPT_TARGETS`; a weight where nothing is said."""
     cause: str | None = None
     """Component or reason in words, such as ``GPU HBM3``."""
     seed: int | None = None

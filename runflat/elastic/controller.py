@@ -10,7 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-from runflat.cluster.events import Event, EventKind
+from runflat.cluster.events import Event, EventKind, event_from_json
 from runflat.elastic.actions import (
     Action,
     Asked,
@@ -175,6 +175,7 @@ class Controller:
     def _hear(self, workers: Workers, device: str, message: Message) -> None:
         if isinstance(message, Struck):
             workers.forget(message.event)
+            self._wake_later(event_from_json(message.event))
         published = self.books.take(device, message, self.now)
         if isinstance(message, StepReport):
             degrees = {replica.replica: replica.tp for replica in self._plan_of(message)}
@@ -273,11 +274,15 @@ class Controller:
             self._happen(workers, Asked("drain", device, BY_SCRIPT))
         elif event.event is EventKind.STOP:
             workers.signal(device, signal.SIGSTOP)
-            if event.duration_s is not None:
-                self._wake[device] = self.now + event.duration_s
+            self._wake_later(event)
         else:
             workers.kill(device)
         self._script.done(event)
+
+    def _wake_later(self, event: Event) -> None:
+        """A device that was stopped for a time is woken after it, whoever has stopped it."""
+        if event.event is EventKind.STOP and event.duration_s is not None:
+            self._wake[event.place] = self.now + event.duration_s
 
     def _conclude(self, finish: Finish) -> None:
         """Turn the end of the run into an error, if it was one."""

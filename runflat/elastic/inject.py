@@ -53,9 +53,9 @@ class Inject:
         """The worker raises a Python error."""
         return self._and(event=EventKind.RAISE, device=device, step=step, phase=phase)
 
-    def corrupt(self, device: str, step: int, target: str = "parameter", seed: int = 0) -> Inject:
-        """One bit of a parameter, a moment or the learning rate flips."""
-        return self._and(event=EventKind.CORRUPT, device=device, step=step, target=target, seed=seed)
+    def corrupt(self, device: str, step: int, phase: str = "forward", what: str = "weight", seed: int = 0) -> Inject:
+        """One bit of a weight, a moment or the learning rate ("weight", "moment", "lr") flips; `seed` says where."""
+        return self._and(event=EventKind.CORRUPT, device=device, step=step, phase=phase, target=what, seed=seed)
 
     def drain(self, device: str, step: int) -> Inject:
         """The device leaves in order, after `step` steps."""
@@ -104,8 +104,10 @@ def check_events(events: Iterable[Event], devices: Sequence[str]) -> None:
                 raise TraceError(f"injected {event.event.value}: there is no device {device}; there are {devices}.")
         if event.device is None:
             raise TraceError(f"injected {event.event.value} of node {event.node}: name a device, such as 1:2.")
-        if event.event is EventKind.CORRUPT:
-            raise TraceError(f"injected corrupt of {event.device}: this version flips no bits; take the event out.")
+        if event.event is EventKind.CORRUPT and event.target == "moment" and event.step == 0:
+            raise TraceError(
+                f"injected corrupt of {event.device}: there are no moments before step 0 is applied; give a later step."
+            )
         if event.step is None and event.time_s is None:
             raise TraceError(
                 f"injected {event.event.value} of {event.device} has no moment: give 'step', or 'time_s' since the run "

@@ -102,7 +102,7 @@ class Session:
         self.presence.enter(name)
         for event in self.striker.at(self.engine.progress.step, name):
             self.say("struck", event=event_to_json(event))
-            suffer(event, Path(self.job.run), self.engine.slow_down)
+            suffer(event, Path(self.job.run), self.engine)
 
     def say(self, kind: str, **fields: Any) -> None:
         """Send one message to the controller."""

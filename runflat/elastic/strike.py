@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 from runflat.cluster.events import Event, EventKind
+from runflat.elastic.corrupt import corrupt
 from runflat.errors import RunError
 from runflat.parallel.sockets import cut_connections
+from runflat.train.engine import Engine
 
 FOREVER_S = 1e9
 
@@ -20,8 +20,8 @@ class InjectedError(Exception):
     """The Python error that an injected `raise` raises."""
 
 
-def suffer(event: Event, run: Path, slow_down: Callable[[float, float], None]) -> None:
-    """Let `event` happen to this process; `slow_down(factor, seconds)` makes its computation slower.
+def suffer(event: Event, run: Path, engine: Engine) -> None:
+    """Let `event` happen to this process, whose state is `engine`. Who stops is woken by the controller.
 
     Raises:
         InjectedError: for a `raise`.
@@ -29,16 +29,14 @@ def suffer(event: Event, run: Path, slow_down: Callable[[float, float], None]) -
     if event.event is EventKind.KILL:
         os.kill(os.getpid(), signal.SIGKILL)
     elif event.event is EventKind.STOP:
-        if event.duration_s is not None:
-            # Somebody else must wake it.
-            command = f"sleep {event.duration_s}; kill -CONT {os.getpid()}"
-            subprocess.Popen(["sh", "-c", command], start_new_session=True)
         os.kill(os.getpid(), signal.SIGSTOP)
     elif event.event is EventKind.RAISE:
         raise InjectedError(f"injected at step {event.step}, phase {event.phase or 'forward'}")
     elif event.event is EventKind.SLOW:
         assert event.factor is not None
-        slow_down(event.factor, FOREVER_S if event.duration_s is None else event.duration_s)
+        engine.slow_down(event.factor, FOREVER_S if event.duration_s is None else event.duration_s)
+    elif event.event is EventKind.CORRUPT:
+        corrupt(engine, event.target or "weight", event.seed or 0)
     elif event.event is EventKind.FLAKE:
         assert event.peer is not None
         cut_connections(worker_pid(run, event.peer))

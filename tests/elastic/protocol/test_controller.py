@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from runflat.cluster.events import Event, EventKind, read_events
+from runflat.cluster.events import Event, EventKind, event_to_json, read_events
 from runflat.cluster.ledger import Category, Ledger
 from runflat.elastic.assemble import assemble
 from runflat.elastic.controller import Controller
 from runflat.elastic.fake_launcher import FakeLauncher, Fault
 from runflat.elastic.inject import Inject
+from runflat.elastic.messages import Struck
 from runflat.elastic.planning import Planner
 from runflat.elastic.requests import ask
 from runflat.elastic.state import Limits
@@ -249,3 +250,21 @@ def test_what_is_waited_for_is_shown_after_a_second(make_run: Callable[..., Run]
     run()
     assert any(text and "waiting for status of 0:1" in text for text in run.view.waits)
     assert run.view.waits[-1] is None
+
+
+def test_a_stop_with_a_duration_is_woken_once(make_run: Callable[..., Run]) -> None:
+    """Catches a device that is woken twice, or not at all, or at once."""
+    run = make_run()
+    woken: list[tuple[str, float]] = []
+
+    def note(device: str, number: signal.Signals) -> None:
+        if number is signal.SIGCONT:
+            woken.append((device, run.launcher.now))
+
+    stop = Inject().stop("0:1", 3, duration_s=1.0).events[0]
+    run.launcher.signal = note  # type: ignore[method-assign]  # the fake is asked, not told, here
+    run.launcher.later(0.6, lambda: run.launcher.workers["0:1"].say(Struck, event=event_to_json(stop)))
+    run()
+    ((device, at),) = woken
+    assert device == "0:1"
+    assert 1.6 <= at < 2.0

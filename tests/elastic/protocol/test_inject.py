@@ -83,6 +83,7 @@ BAD = {
     "unknown peer": (Event(event=EventKind.FLAKE, device="0:0", peer="9:9", step=1), "no device 9:9"),
     "a node": (Event(event=EventKind.KILL, node="n1", step=1), "name a device"),
     "no moment": (Event(event=EventKind.KILL, device="0:0"), "no moment"),
+    "a moment before there is one": (Inject().corrupt("0:0", 0, what="moment").events[0], "no moments"),
     "a flake by time": (Event(event=EventKind.FLAKE, device="0:0", peer="0:1", time_s=1.0), "give 'step'"),
 }
 
