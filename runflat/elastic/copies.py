@@ -8,7 +8,6 @@ Two steps are kept, so that an incomplete newer copy never replaces a complete o
 from __future__ import annotations
 
 import contextlib
-import hmac
 import queue
 import secrets
 import socket
@@ -23,7 +22,8 @@ import torch
 from torch.distributed import TCPStore
 
 from runflat.elastic.formation import Address
-from runflat.elastic.frames import MAX_HELLO_BYTES, Connection, Copy, FeedError, Hello, inode, payload_tensors
+from runflat.elastic.frames import Connection, Copy, FeedError, Hello, inode, payload_tensors
+from runflat.elastic.listener import Listener, admit, introduce
 from runflat.elastic.side_thread import start_thread
 from runflat.errors import RunError
 from runflat.parallel.move import TENSORS, Held, ShardState, Slab, read_state, relayout, slab_view
@@ -61,13 +61,6 @@ def buddy(plan: Plan, place: Place) -> Place | None:
     return others[0] if others else None
 
 
-def place_held(spec: ModelSpec, plan: Plan, device: str) -> dict[str, tuple[int, ...]]:
-    """Units of `device` under `plan`."""
-    place = plan.place(device)
-    assert place is not None
-    return plan.replica(place[0]).held(spec.kinds, place[1])
-
-
 class Copies:
     """The copies that one device has, and the threads that give and take them."""
 
@@ -82,14 +75,11 @@ class Copies:
         self._outgoing: queue.Queue[Kept] = queue.Queue()
         self._token = secrets.token_hex(16)
         self._store = TCPStore(store[0], store[1], is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
-        self._listener = socket.create_server((store[0], 0))
-        self._listener.settimeout(POLL_S)
-        exempt(inode(self._listener))
-        host, port = self._listener.getsockname()[:2]
+        self._listener = Listener("copies in", self._serve, HELLO_S, host=store[0], exempt=exempt)
+        host, port = self._listener.address
         self._store.set(f"copies/{device_id}", f"{host} {port} {self._token}")
         self._closed = False
-        for work in (self._listen, self._give):
-            start_thread(f"copies {work.__name__}", work)
+        start_thread("copies out", self._give)
 
     # ---- the main thread
 
@@ -138,7 +128,7 @@ class Copies:
         held: dict[str, set[int]] = defaultdict(set)
         received: dict[str, dict[Slab, torch.Tensor]] = {kind: {} for kind in TENSORS}
         for kept in found:
-            own = place_held(spec, kept.plan, kept.device)
+            own = kept.plan.held(spec.kinds, kept.device)
             for kind, units in own.items():
                 held[kind].update(units)
             for kind in TENSORS:
@@ -175,7 +165,7 @@ class Copies:
         with socket.create_connection((host, int(port)), TIMEOUT_S) as connected:
             self._exempt(inode(connected))
             connection = Connection(connected, kept.plan.device(target), TIMEOUT_S)
-            connection.send(Hello(source=self._device_id, token=token))
+            introduce(connection, Hello(source=self._device_id, token=token), TIMEOUT_S)
             tensors = [kept.tensors[kind][param.name] for param in self._engine.spec.params for kind in TENSORS]
             frame = Copy(device=kept.device, generation=kept.plan.generation, progress=asdict(kept.progress))
             connection.send(frame, tensors)
@@ -183,30 +173,19 @@ class Copies:
 
     # ---- taking
 
-    def _listen(self) -> None:
-        while not self._closed:
-            try:
-                connected, peer = self._listener.accept()
-            except TimeoutError:
-                continue
-            except OSError:
-                return  # it was closed
-            self._exempt(inode(connected))
-            with connected, contextlib.suppress(FeedError):
-                self._take(Connection(connected, f"{peer[0]}:{peer[1]}", HELLO_S))
+    def _serve(self, connection: Connection) -> None:
+        with contextlib.suppress(RunError):  # a copy that did not come whole is none
+            self._take(connection)
 
     def _take(self, connection: Connection) -> None:
-        hello, _ = connection.receive(MAX_HELLO_BYTES, 0)
-        if not isinstance(hello, Hello) or not hmac.compare_digest(hello.token.encode(), self._token.encode()):
-            raise FeedError(f"{connection.peer} does not know the token.")
-        connection.timeout_s = TIMEOUT_S
+        source = admit(connection, self._token, TIMEOUT_S)
         frame, payload = connection.receive()
         if not isinstance(frame, Copy):
-            raise FeedError(f"{hello.source} sends no copy.")
+            raise FeedError(f"{source} sends no copy.")
         with self._lock:
             plan = self._plans.get(frame.generation)
         if plan is None or plan.place(frame.device) is None:
-            raise FeedError(f"{hello.source} sends a copy of generation {frame.generation}, which is not known here.")
+            raise FeedError(f"{source} sends a copy of generation {frame.generation}, which is not known here.")
         kept = Kept(frame.device, plan, Progress(**frame.progress), self._tensors(plan, frame.device, payload))
         with self._lock:
             self._kept[frame.device].append(kept)
@@ -214,7 +193,7 @@ class Copies:
     def _tensors(self, plan: Plan, device: str, payload: bytearray) -> dict[str, dict[str, torch.Tensor]]:
         """The tensors of a copy, which lie in the payload by parameter and kind."""
         spec, dtype = self._engine.spec, self._engine.dtype
-        held = place_held(spec, plan, device)
+        held = plan.held(spec.kinds, device)
         found: dict[str, dict[str, torch.Tensor]] = {kind: {} for kind in TENSORS}
         position = 0
         for param in spec.params:

@@ -22,7 +22,6 @@ import torch
 from torch import nn
 
 from runflat.elastic.frames import (
-    MAX_HELLO_BYTES,
     Alive,
     Announce,
     Connection,
@@ -32,12 +31,11 @@ from runflat.elastic.frames import (
     Gradient,
     Hello,
     Piece,
-    Refused,
     Skip,
-    Welcome,
     inode,
     slab_key,
 )
+from runflat.elastic.listener import introduce
 from runflat.elastic.pieces import cut_pieces
 from runflat.errors import RunError
 from runflat.parallel.move import TENSORS, Held, Slab, params_by_name, slab_shape, slab_view
@@ -326,11 +324,7 @@ class Feeder:
                 self._connection = connection
                 if self._closed:
                     raise FeedError("it was closed.")
-            connection.send(self._hello)
-            answer, _ = connection.receive(MAX_HELLO_BYTES, 0)
-            if not isinstance(answer, Welcome):
-                raise FeedError(answer.text if isinstance(answer, Refused) else f"it answered {answer.type}.")
-            connection.timeout_s = self.limits.timeout_s
+            introduce(connection, self._hello, self.limits.timeout_s)
             slabs = tuple(slab_key(piece) for piece in self._pieces)
             connection.send(Announce(dtype=str(self._dtype), slabs=slabs))
             undo.pop_all()

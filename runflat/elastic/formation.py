@@ -69,6 +69,8 @@ class Formation:
         if abandoned and comms is not None:
             self._sockets.abort(generation)
             comms.close()
+        if abandoned or comms is None:
+            self._sockets.forget(generation)
 
     def _form(self, layout: SyncLayout, place: Place, store: Address, cuda: bool) -> Comms:
         """Form all groups and prove them by one all-reduce over the world."""
@@ -113,6 +115,7 @@ class Formation:
         self._sockets.abort(self.plan.generation)
         if comms is not None:
             bury([comms.close])
+            self._sockets.forget(self.plan.generation)
 
 
 def bury(last_calls: list[Callable[[], Any]], kept: list[Any] | None = None) -> None:
@@ -130,7 +133,8 @@ def bury(last_calls: list[Callable[[], Any]], kept: list[Any] | None = None) -> 
     threading.Thread(target=finish, name="bury", daemon=True).start()
 
 
-def drop(left: list[Any]) -> None:
+def drop(left: list[Any], sockets: Sockets) -> None:
     """Drop the groups that `Engine.leave` gave, and what they may still write to, on a side thread."""
     if left:
+        sockets.forget(left[0].generation)
         bury([left[0].close], left)

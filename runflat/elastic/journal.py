@@ -116,6 +116,8 @@ def closed_line(action: Closed) -> str:
         "checkpoint": f"{incident.replayed_steps:.0f} steps ran again, from the checkpoint",
         "start": "the run started again",
     }[action.action]
+    if action.first_commit_s is None:
+        words = "the run ended before the next commit"
     return (
         f"incident {incident.number}: {' and '.join(action.devices) or 'links'} at step {action.step}: "
         f"{incident.cause}; stood {incident.stopped_s:.2f} s ({phases}){moved}; {words}{first}"

@@ -97,13 +97,8 @@ class Planner:
             )
         return replace(plan, replicas=replicas)
 
-    def held(self, plan: Plan, device: str) -> Units:
-        """Units that `device` holds under `plan`; none when it is not part of it."""
-        place = plan.place(device)
-        if place is None:
-            return {}
-        units = plan.replica(place[0]).held(self.spec.kinds, place[1])
-        return {kind: frozenset(numbers) for kind, numbers in units.items()}
+    def _held(self, plan: Plan, device: str) -> Units:
+        return {kind: frozenset(units) for kind, units in plan.held(self.spec.kinds, device).items()}
 
     def moves(self, holdings: Mapping[str, Plan], plan: Plan) -> Moves:
         """What each device of `plan` lacks, from devices of `plan` that have it.
@@ -112,7 +107,7 @@ class Planner:
             holdings: per device the plan whose units it has now; a device that is missing has nothing.
             plan: the plan to be taken up.
         """
-        return self._moves({device: self.held(old, device) for device, old in holdings.items()}, plan)
+        return self._moves({device: self._held(old, device) for device, old in holdings.items()}, plan)
 
     def moves_from_copies(
         self, copies: Mapping[str, Sequence[MemoryCopy]], step: int, plans: Mapping[int, Plan], plan: Plan
@@ -123,7 +118,7 @@ class Planner:
             found: dict[str, frozenset[int]] = {}
             for copy in entries:
                 if copy.step == step and copy.generation in plans:
-                    for kind, units in self.held(plans[copy.generation], copy.device).items():
+                    for kind, units in self._held(plans[copy.generation], copy.device).items():
                         found[kind] = found.get(kind, frozenset()) | units
             have[device] = found
         return self._moves(have, plan)
@@ -135,7 +130,7 @@ class Planner:
         moves: list[Move] = []
         lost: set[str] = set()
         for target in members:
-            for kind, units in self.held(plan, target).items():
+            for kind, units in self._held(plan, target).items():
                 for unit in sorted(units - have.get(target, {}).get(kind, frozenset())):
                     found = [device for device in members if unit in have.get(device, {}).get(kind, ())]
                     if not found:

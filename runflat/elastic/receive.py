@@ -6,9 +6,6 @@ with the holders' own arithmetic, and so to the same bits, given the gradient th
 
 from __future__ import annotations
 
-import contextlib
-import hmac
-import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,29 +14,22 @@ import torch
 from torch.optim.adamw import adamw
 
 from runflat.elastic.frames import (
-    MAX_HELLO_BYTES,
     Announce,
     Connection,
     FeedError,
     FeedLimits,
     Gradient,
-    Hello,
     Piece,
-    Refused,
     Skip,
     SlabKey,
-    Welcome,
-    inode,
     payload_tensors,
 )
+from runflat.elastic.listener import Listener, admit
 from runflat.elastic.pieces import check_pieces
 from runflat.errors import RunError
 from runflat.parallel.move import TENSORS, Held, ShardState, Slab, params_by_name, relayout, slab_shape
 from runflat.parallel.optimizer import OptimizerSettings
 from runflat.plan.units import ModelSpec
-
-JOIN_S = 5.0
-_POLL_S = 1.0  # where shutting a listening socket does not wake its thread
 
 NOWHERE = -1
 """Step of a piece that has not come, or is being updated just now."""
@@ -67,7 +57,7 @@ class Target:
 
 
 class Receiver:
-    """Listens for feeds and builds the shard of `target`. One thread listens, one serves each source."""
+    """Takes feeds and builds the shard of `target`."""
 
     def __init__(
         self,
@@ -99,21 +89,14 @@ class Receiver:
         self._token = token
         self._on_fed = on_fed
         self._log = log
-        self._exempt = exempt
         self._change = threading.Condition()
         self._pieces: dict[Slab, _Held] = {}
         self._ended: dict[str, str] = {}
         self._complete = False
         self._fed = NOWHERE
         self._closed = False
-        self._connections: set[Connection] = set()
-        self._listener = socket.create_server((host, 0))
-        self._listener.settimeout(_POLL_S)
-        exempt(inode(self._listener))
-        self.address: tuple[str, int] = self._listener.getsockname()[:2]
-        self._threads: list[threading.Thread] = []
-        self._thread = threading.Thread(target=self._listen, name="feeds", daemon=True)
-        self._thread.start()
+        self._listener = Listener("feeds", self._serve, self.limits.hello_s, host=host, exempt=exempt)
+        self.address = self._listener.address
 
     # ---- the newcomer's thread
 
@@ -180,15 +163,7 @@ class Receiver:
         with self._change:
             self._closed = True
             self._change.notify_all()
-        with contextlib.suppress(OSError):  # on some systems a listening socket cannot be shut; it polls
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._thread.join(JOIN_S)
-        with self._change:
-            for connection in self._connections:
-                connection.shut()
-            threads = [thread for thread in self._threads if thread is not threading.current_thread()]
-        for thread in threads:
-            thread.join(JOIN_S)
+        self._listener.close()
 
     # ---- accounting, with `_change` held
 
@@ -206,61 +181,24 @@ class Receiver:
             self._on_fed(reached)
         self._change.notify_all()
 
-    # ---- the listening thread
-
-    def _listen(self) -> None:
-        with self._listener:
-            while not self._closed:
-                try:
-                    connected, peer = self._listener.accept()
-                except TimeoutError:
-                    continue
-                except OSError:
-                    return  # it was shut
-                self._exempt(inode(connected))
-                connection = Connection(connected, f"{peer[0]}:{peer[1]}", self.limits.hello_s)
-                thread = threading.Thread(target=self._serve, args=(connection,), name="feed", daemon=True)
-                with self._change:
-                    self._threads = [t for t in self._threads if t.is_alive()]
-                    self._threads.append(thread)
-                    self._connections.add(connection)
-                    thread.start()
-
     # ---- a source's thread
 
     def _serve(self, connection: Connection) -> None:
         source = None
         reason = "an error of the receiver"
         try:
-            source = self._admit(connection)
+            source = admit(connection, self._token, self.limits.timeout_s)
             self._take(connection, source)
         except RunError as error:
             reason = str(error)
         finally:
             with self._change:
-                self._connections.discard(connection)
                 if source is not None:
                     self._ended[source] = reason
                 self._change.notify_all()
             if not self._closed:
                 what = "refused a stranger" if source is None else f"the feed of {source} has ended"
                 self._log(f"{what}: {reason}")
-            connection.close()
-
-    def _admit(self, connection: Connection) -> str:
-        """Who is at the other end.
-
-        Raises:
-            FeedError: it is not one of ours.
-        """
-        hello, _ = connection.receive(MAX_HELLO_BYTES, 0)
-        if not isinstance(hello, Hello) or not hmac.compare_digest(hello.token.encode(), self._token.encode()):
-            connection.send(Refused(text="it does not know the token."))
-            raise FeedError(f"{connection.peer} does not know the token.")
-        connection.peer = hello.source
-        connection.send(Welcome())
-        connection.timeout_s = self.limits.timeout_s
-        return hello.source
 
     def _take(self, connection: Connection, source: str) -> None:
         """Take frames until the connection ends, which is always with a FeedError."""

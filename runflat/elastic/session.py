@@ -14,7 +14,7 @@ from typing import Any
 
 from runflat.cluster.events import event_to_json
 from runflat.elastic.agree import agree, differing_units
-from runflat.elastic.copies import Copies, place_held
+from runflat.elastic.copies import Copies
 from runflat.elastic.duties import Duties, every
 from runflat.elastic.formation import Address, Formation, drop
 from runflat.elastic.inbox import Channel, Inbox
@@ -172,7 +172,7 @@ class Session:
         if kept:
             comms = kept[0]
             self.sockets.abort(comms.generation)
-            drop(kept)
+            drop(kept, self.sockets)
         self.prospects.forget_all()
         self.inbox.switch = None
 
@@ -226,7 +226,7 @@ class Session:
         self.base = None
         if found is not None:
             self.base, state, self.engine.progress = found
-            self.engine.adopt(place_held(self.engine.spec, self.base, self.device_id), state)
+            self.engine.adopt(self.base.held(self.engine.spec.kinds, self.device_id), state)
             self.presence.committed = step
 
     def _place(self, plan: Plan) -> Place:
@@ -313,7 +313,7 @@ class Session:
             change = Change(engine.spec, old, plan, moves, self.device_id, engine.dtype, engine.device)
             state = read_state(engine.params, engine.optimizer) if self.base else NOTHING
             moved = execute_transfers(change, state, comms)
-            engine.adopt(change.held(plan), moved.state)
+            engine.adopt(plan.held(engine.spec.kinds, self.device_id), moved.state)
             num_bytes += moved.received_bytes
         self.base = plan
         self._lap("transfer")
@@ -380,7 +380,7 @@ class Session:
         self.times, self._mark = {}, time.monotonic()
         old = self.engine.leave()
         if formation is None:
-            drop(old)
+            drop(old, self.sockets)
             self.say("switched", generation=order.generation, committed=committed)
             self.plan = None
             return
@@ -388,7 +388,7 @@ class Session:
         comms = formation.wait()
         moves = tuple(Transfer(**move.model_dump()) for move in order.transfers)
         num_bytes = self._enter(formation.plan, comms, moves)
-        drop(old)
+        drop(old, self.sockets)
         self.say(
             "switched",
             generation=order.generation,

@@ -220,13 +220,6 @@ class Change:
     dtype: torch.dtype
     torch_device: torch.device
 
-    def held(self, plan: Plan) -> dict[str, tuple[int, ...]]:
-        """Units per kind of this device under `plan`; none where it has no place in it."""
-        place = plan.place(self.device)
-        if place is None:
-            return {kind.name: () for kind in self.spec.kinds}
-        return plan.replica(place[0]).held(self.spec.kinds, place[1])
-
 
 @dataclass(frozen=True)
 class Message:
@@ -267,9 +260,7 @@ def messages(change: Change) -> tuple[Message, ...]:
 
 def _gets_all(change: Change, target: str) -> bool:
     """Whether `target` holds nothing: all that it is to hold moves. Told by what all devices know alike."""
-    place = change.new.place(target)
-    assert place is not None
-    wanted = change.new.replica(place[0]).held(change.spec.kinds, place[1])
+    wanted = change.new.held(change.spec.kinds, target)
     num_moved = dict.fromkeys(wanted, 0)
     for move in change.moves:
         if move.target == target:
@@ -295,9 +286,10 @@ def execute_transfers(change: Change, state: ShardState, comms: Comms, limit_byt
         CommsError: a member was lost, or a message came damaged or from another step; the text names source and target.
     """
     listed = messages(change)
-    new_held = change.held(change.new)
+    kinds = change.spec.kinds
+    new_held = change.new.held(kinds, change.device)
     is_newcomer = not state.tensors["weight"]
-    old_held = dict.fromkeys(new_held, ()) if is_newcomer else change.held(change.old)
+    old_held = dict.fromkeys(new_held, ()) if is_newcomer else change.old.held(kinds, change.device)
     itemsize = change.dtype.itemsize
     outgoing = {m: _pack(change, m, old_held, state) for m in listed if m.source == change.device}
     incoming = {

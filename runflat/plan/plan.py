@@ -83,6 +83,13 @@ class Plan:
         """Where `device` sits, or None when it is not part of the plan."""
         return self._place_of.get(device)
 
+    def held(self, kinds: tuple[Kind, ...], device: str) -> dict[str, tuple[int, ...]]:
+        """Units per kind that `device` stores; none where it has no place in the plan."""
+        place = self.place(device)
+        if place is None:
+            return {kind.name: () for kind in kinds}
+        return self.replica(place[0]).held(kinds, place[1])
+
     @cached_property
     def _by_number(self) -> Mapping[int, ReplicaPlan]:
         return {replica.replica: replica for replica in self.replicas}

@@ -29,7 +29,7 @@ from runflat.train.data import Corpus, sample_hash
 from runflat.train.emulate import Pace, step_seconds
 from runflat.train.job import DTYPES, Job, hf_config, optimizer_settings
 from runflat.train.shards import checkpoint_tensors, load_optimizer_state, write_shard
-from runflat.train.step import Scalars, StepResult, Trainer, apply, barrier
+from runflat.train.step import Scalars, StepResult, Trainer, accumulate, apply, backward, barrier
 
 Held = dict[str, tuple[int, ...]]
 WARM_UP_TOKENS = 16
@@ -258,25 +258,14 @@ class Engine:
         assert self.corpus is not None
         first, count = self.samples()
         parts = self.micro_batches(torch.from_numpy(self.corpus.train_sequences(first, count)))
-        for index, batch in enumerate(parts):
-            self._phase("forward")
-            loss = self._trainer.model(input_ids=batch, labels=batch, use_cache=False).loss
-            self.backward(loss, num_targets(batch), last=index == len(parts) - 1)
+        self._computed = Final(self.progress.step, *backward(self._trainer, parts, parts))
+        self._drag()
 
     def backward(self, loss: torch.Tensor, num_targets: int, last: bool) -> None:
         """Gradients of one micro-batch's loss sum; the first clears older ones, the `last` starts the exchange."""
-        if self._computed is None:
-            self._trainer.sync.zero()
-            self._computed = Final(self.progress.step, 0.0, 0)
-        if last:
-            self._trainer.sync.arm()
-        self._phase("backward")
-        loss.backward()
-        self._computed = Final(
-            self.progress.step,
-            self._computed.loss_sum + float(loss.detach()),
-            self._computed.num_targets + num_targets,
-        )
+        before = self._computed or Final(self.progress.step, 0.0, 0)
+        loss_sum = before.loss_sum + accumulate(self._trainer, loss, first=self._computed is None, last=last)
+        self._computed = Final(before.step, loss_sum, before.num_targets + num_targets)
         if last:
             self._drag()
 

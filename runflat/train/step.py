@@ -78,19 +78,27 @@ class Trainer:
 
 def backward(trainer: Trainer, batches: Sequence[torch.Tensor], labels: Sequence[torch.Tensor]) -> tuple[float, int]:
     """Loss sum and target tokens of this replica's micro-batches [B, T]; the exchange of gradients is under way."""
-    loss_sum = torch.zeros((), dtype=torch.float64)
-    tokens = 0
-    trainer.sync.zero()
+    loss_sum, tokens = 0.0, 0
     for index, (batch, targets) in enumerate(zip(batches, labels, strict=True)):
         trainer.phase("forward")
-        if index == len(batches) - 1:
-            trainer.sync.arm()
         loss = trainer.model(input_ids=batch, labels=targets, use_cache=False).loss
-        trainer.phase("backward")
-        loss.backward()
-        loss_sum += loss.detach().double().cpu()
+        loss_sum += accumulate(trainer, loss, first=index == 0, last=index == len(batches) - 1)
         tokens += num_targets(targets)
-    return float(loss_sum), tokens
+    return loss_sum, tokens
+
+
+def accumulate(trainer: Trainer, loss: torch.Tensor, *, first: bool, last: bool) -> float:
+    """Add the gradients of a micro-batch's loss sum; returns the sum.
+
+    The `first` clears those of an older step, the `last` has the exchange begin while it still computes.
+    """
+    if first:
+        trainer.sync.zero()
+    if last:
+        trainer.sync.arm()
+    trainer.phase("backward")
+    loss.backward()
+    return float(loss.detach())
 
 
 def barrier(trainer: Trainer, loss_sum: float, tokens: int, stop: bool = False, switch: bool = False) -> Scalars:

@@ -182,6 +182,16 @@ def test_an_incident_is_one_readable_line(make_run: Callable[..., Run]) -> None:
         assert part in line
 
 
+def test_an_incident_that_the_run_did_not_outlive_repeated_nothing(make_run: Callable[..., Run]) -> None:
+    """Catches a line that says that a step ran again where nothing ran any more."""
+    run = make_run(LOSS, Fault("raise", "0:1", "digest", nth=2))
+    with pytest.raises(RunError):
+        run()
+    (line,) = [line for line in run.view.lines if line.startswith("incident 1")]
+    assert "the run ended before the next commit" in line
+    assert "ran again" not in line
+
+
 def test_a_script_drains_and_returns(make_run: Callable[..., Run]) -> None:
     """Catches an injected event of the controller's that is dropped because it came a moment too early."""
     kill = Event(event=EventKind.KILL, device="0:1", time_s=1.5)
