@@ -17,6 +17,7 @@ from runflat.errors import CheckpointError, RunError
 
 if TYPE_CHECKING:
     from runflat.elastic.controller import Controller
+    from runflat.plan.plan import Plan
 
 DESCRIPTION = """Train a causal language model with replicas of different tensor-parallel degree.
 
@@ -161,7 +162,23 @@ def _controller(prepared: Prepared, view: ProgressView) -> Controller:
         checkpoint=prepared.checkpoint,
         dead=config.layout.dead,
         events=prepared.events,
+        declared_step_s=_declared_step_s(prepared, planner.full_plan()),
         no_goodput=None if config.devices == "emulated" or torch.cuda.is_available() else NO_GOODPUT,
+    )
+
+
+def _declared_step_s(prepared: Prepared, plan: Plan) -> float | None:
+    """Seconds that a step of emulated devices takes under `plan`; None for real ones."""
+    from runflat.train.emulate import step_seconds
+    from runflat.train.job import job_layout
+
+    job = prepared.job
+    if job.emulated is None:
+        return None
+    layout = job_layout(job, prepared.spec, plan)
+    return max(
+        step_seconds(job.emulated, prepared.spec, plan, layout, place, job.seq_len, job.train.micro_batch)
+        for place in plan.places
     )
 
 

@@ -13,9 +13,11 @@ from runflat.cluster.events import Event
 from runflat.elastic.books import Books, RunFacts, SampleHash, View
 from runflat.elastic.controller import Controller, Setting
 from runflat.elastic.inject import check_events, told_to_return
+from runflat.elastic.journal import plan_path
 from runflat.elastic.planning import Planner
 from runflat.elastic.protocol import first_state
 from runflat.elastic.state import Limits
+from runflat.plan.plan import Plan, plan_from_json
 from runflat.plan.strategies import Chain, JobFacts, parse_chain
 from runflat.plan.units import ModelSpec
 from runflat.train.checkpoint import Checkpoint, Progress
@@ -61,6 +63,7 @@ def assemble(
     dead: Collection[str] = (),
     events: Sequence[Event] = (),
     no_goodput: str | None = None,
+    declared_step_s: float | None = None,
     network: dict[str, Any] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Controller:
@@ -78,6 +81,7 @@ def assemble(
         dead: devices that are not there from the start.
         events: faults to inject.
         no_goodput: why goodput means nothing here, if so.
+        declared_step_s: seconds of a step in health, where they are declared.
         network: passed to the workers with each plan.
         clock: gives seconds.
 
@@ -99,8 +103,19 @@ def assemble(
         by_word=told_to_return(events),
         network=network,
     )
-    facts = RunFacts(run, planner.spec, planner.seq_len, len(planner.placement), sample_hash, learning_rate)
-    return Controller(Setting(run, state, tuple(events), no_goodput), Books(facts, start, view), view, clock)
+    facts = RunFacts(
+        run, planner.spec, planner.seq_len, len(planner.placement), sample_hash, learning_rate, planner.step_work
+    )
+    books = Books(facts, start, view)
+    if checkpoint is not None and checkpoint.folder.resolve().is_relative_to(run.resolve()):
+        books.catch_up(_plan_of(run, checkpoint.generation))
+    return Controller(Setting(run, state, tuple(events), no_goodput, declared_step_s), books, view, clock)
+
+
+def _plan_of(run: Path, generation: int) -> Plan:
+    """A plan of an earlier life of the run; one without replicas if that did not live to write it down."""
+    path = plan_path(run, generation)
+    return plan_from_json(path.read_text()) if path.exists() else Plan(generation, 0, ())
 
 
 def _next_generation(run: Path, checkpoint: Checkpoint | None) -> int:

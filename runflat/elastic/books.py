@@ -54,7 +54,10 @@ class View(Protocol):
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What the books must know of the run: `learning_rate` of a step, `num_places` devices in health."""
+    """What the books must know of the run: `learning_rate` of a step, `num_places` devices in health.
+
+    `step_work` is the work of a step on the most loaded device of a plan, in any unit.
+    """
 
     run: Path
     spec: ModelSpec
@@ -62,6 +65,7 @@ class RunFacts:
     num_places: int
     sample_hash: SampleHash
     learning_rate: Callable[[int], float]
+    step_work: Callable[[Plan], float]
 
 
 class Books:
@@ -83,6 +87,9 @@ class Books:
         """Of the last step: seconds that each replica waited for the slowest."""
         self._step_s: list[float] = []
         self._healthy_s: list[float] = []
+        self._per_work_s: list[float] = []
+        """Seconds of each step by the work that its plan gave the most loaded device."""
+        self._work: dict[int, float] = {}
         self._billed_s = 0.0
         self._late_s = 0.0
         self._pending: dict[int, dict[int, StepReport]] = {}
@@ -98,9 +105,22 @@ class Books:
         """No more steps are written."""
         self._file.close()
 
+    def catch_up(self, plan: Plan) -> None:
+        """Write lines for the steps that an earlier life's workers finished under `plan` after its controller's death.
+
+        What the plan says of them is known; loss and times are null. `time_s` is when they came into the books.
+        """
+        lines = self._path.read_text(encoding="utf-8").splitlines()
+        end = self.step
+        for self.step in range(json.loads(lines[-1])["step"] + 1 if lines else end, end):
+            self._file.write(json.dumps(self._record(plan, {}, 0.0)) + "\n")
+        self._file.flush()
+        self.step = end
+
     def adopt(self, plan: Plan) -> None:
         """Remember a plan, under whose generation reports will come."""
         self.plans[plan.generation] = plan
+        self._work[plan.generation] = self.facts.step_work(plan)
 
     def take(self, device: str, message: Message, now: float) -> tuple[int, str] | None:
         """Enter what a worker says. Returns (step, folder) when that completed a checkpoint.
@@ -184,6 +204,7 @@ class Books:
         self.last = record
         if record["step_s"] is not None:
             self._step_s.append(record["step_s"])
+            self._per_work_s.append(record["step_s"] / self._work[plan.generation])
             if len(plan.places) == self.facts.num_places:
                 self._healthy_s.append(record["step_s"])
         self._billed_s += record.get("billed_s", 0.0)
@@ -272,6 +293,10 @@ class Books:
     def healthy_step_s(self) -> float | None:
         """Median step under the full plan of this run; None if there was none."""
         return statistics.median(self._healthy_s) if self._healthy_s else None
+
+    def estimated_step_s(self, plan: Plan) -> float | None:
+        """Seconds that a step under `plan` would take, from this run's steps and the work that plans give."""
+        return statistics.median(self._per_work_s) * self.facts.step_work(plan) if self._per_work_s else None
 
     def _emulated(self) -> dict[str, Any] | None:
         """How well the clock of emulated devices was kept; None for real ones."""

@@ -85,12 +85,16 @@ class Workers(Protocol):
 
 @dataclass(frozen=True)
 class Setting:
-    """What the controller needs besides the books: the first state, the script, why goodput is not given (if so)."""
+    """What the controller needs besides the books: the first state, the script, why goodput is not given (if so).
+
+    `declared_step_s`: seconds of a step in health, where they are declared.
+    """
 
     run: Path
     state: State
     events: tuple[Event, ...] = ()
     no_goodput: str | None = None
+    declared_step_s: float | None = None
 
 
 class Controller:
@@ -314,20 +318,32 @@ class Controller:
             "changes": self.changes,
             "goodput": goodput,
             "goodput_reason": reason,
-            "healthy_step_s": self.books.healthy_step_s,
+            "healthy_step_s": self.healthy_step_s()[0],
             "device_s": self.meter.ledger.to_json(),
         }
 
     def goodput(self) -> tuple[float | None, str | None]:
-        """Committed tokens over those of a healthy job in the same time; else None and the reason."""
+        """Committed tokens over those of a healthy job in the same time, or None; what the healthy rate comes from."""
         if self.setting.no_goodput is not None:
             return None, self.setting.no_goodput
-        step_s = self.books.healthy_step_s
+        step_s, source = self.healthy_step_s()
         if step_s is None or not self._wall_s:
-            return None, "no step was done under the full plan, so the healthy rate is not known"
+            return None, source
         batch = self.setting.state.planner.job.num_sequences
         steps = (self.books.num_samples - self.books.first_sample) / batch
-        return steps * step_s / self._wall_s, None
+        return steps * step_s / self._wall_s, source
+
+    def healthy_step_s(self) -> tuple[float | None, str | None]:
+        """Seconds of a step under the full plan, and where they come from if this run did not show them."""
+        books, planner = self.books, self.setting.state.planner
+        if books.healthy_step_s is not None:
+            return books.healthy_step_s, None
+        if self.setting.declared_step_s is not None:
+            return self.setting.declared_step_s, "no step was done under the full plan: its declared time is taken"
+        estimated_s = books.estimated_step_s(planner.full_plan())
+        if estimated_s is None:
+            return None, "no step was timed, so the healthy rate is not known"
+        return estimated_s, "no step was done under the full plan: steps of this run are scaled by their plans' work"
 
     def table(self) -> str:
         """Where the time of all devices went, for people."""

@@ -97,7 +97,8 @@ class FakeLauncher:
 
     def pid(self, device: str) -> int | None:
         """All live in this process."""
-        return os.getpid() if self.workers[device].alive else None
+        worker = self.workers.get(device)
+        return os.getpid() if worker is not None and worker.alive else None
 
     def forget(self, event: Mapping[str, Any]) -> None:
         """Faults strike once as it is."""

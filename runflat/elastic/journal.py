@@ -21,22 +21,21 @@ class Journal:
         """Begin to write in `run`."""
         self._run = run
         self._events = run / "events.jsonl"
-        self._plans = run / "plans"
-        self._plans.mkdir(exist_ok=True)
+        (run / "plans").mkdir(exist_ok=True)
 
     def write(self, action: Action, now: float) -> None:
         """Record what an action stands for, if it is worth a record."""
         if isinstance(action, Note):
             append_json_line(self._events, event_to_json(action.event))
         elif isinstance(action, Planned):
-            (self._plans / f"generation-{action.plan.generation:06d}.json").write_text(action.plan.to_json() + "\n")
+            plan_path(self._run, action.plan.generation).write_text(action.plan.to_json() + "\n")
             row = {"record": "plan", "generation": action.plan.generation, "time_s": now, "reason": action.reason}
             resume = action.resume
             row |= {"action": resume.action, "committed": resume.committed, "num_transfers": len(resume.transfers)}
             append_json_line(self._events, row)
         elif isinstance(action, Took):
             generation = action.plan.generation
-            (self._plans / f"generation-{generation:06d}.json").write_text(action.plan.to_json() + "\n")
+            plan_path(self._run, generation).write_text(action.plan.to_json() + "\n")
             row = {"record": "took", "generation": generation, "time_s": now, "committed": action.committed}
             append_json_line(self._events, row)
         elif isinstance(action, Closed):
@@ -54,6 +53,11 @@ class Journal:
     def devices(self, state: State, pids: Mapping[str, int | None], now: float) -> None:
         """Write devices.json."""
         write_whole(self._run / "devices.json", devices_to_json(state, pids, now))
+
+
+def plan_path(run: Path, generation: int) -> Path:
+    """Where the plan of `generation` is written down."""
+    return run / "plans" / f"generation-{generation:06d}.json"
 
 
 def devices_to_json(state: State, pids: Mapping[str, int | None], now: float) -> dict[str, Any]:
@@ -153,7 +157,8 @@ def ledger_table(ledger: Ledger, goodput: float | None, reason: str | None) -> s
         if ledger.device_s[category] > 0
     ]
     total = f"  {'total':<12} {ledger.total_device_s:>12,.1f}"
-    value = f"goodput {goodput:.3f}" if goodput is not None else f"goodput: none, {reason}"
+    value = "goodput: none" if goodput is None else f"goodput {goodput:.3f}"
+    value += f", {reason}" if reason else ""
     return "\n".join([f"time of all devices ({value})", f"  {'':<12} {'device-s':>12} {'share':>8}", *rows, total])
 
 

@@ -84,6 +84,15 @@ class Planner:
         dealt = tuple((kind.name, assign(kind.num_units, tp, dead)) for kind in kinds)
         return float(max(loads(self.spec, ReplicaPlan(replica, slots, dealt, 0), self.seq_len).values()))
 
+    def full_plan(self) -> Plan:
+        """The plan in health."""
+        job = self.job
+        return build_plan(self.spec, dict(self.placement), job.tp_full, job.num_sequences, self.seq_len)
+
+    def step_work(self, plan: Plan) -> float:
+        """FLOPs of a step on the most loaded device of `plan`."""
+        return float(max(max(loads(self.spec, r, self.seq_len).values()) * r.num_sequences for r in plan.replicas))
+
     def plan(self, decision: Decision, generation: int, previous: Plan | None) -> Plan:
         """The plan that carries out `decision`, moving little from `previous`."""
         devices = dict(decision.devices)

@@ -22,12 +22,12 @@ from runflat.parallel.tp_plan import ShardingRules, build_meta_model, read_rules
 from runflat.plan.batch import micro_batches
 from runflat.plan.cost import device_memory
 from runflat.plan.plan import Place, Plan
-from runflat.plan.sync_groups import SyncLayout, sync_layout
+from runflat.plan.sync_groups import SyncLayout
 from runflat.plan.units import ModelSpec, param_ranges
 from runflat.train.checkpoint import Progress, ShardFile, check_model, open_checkpoint
 from runflat.train.data import Corpus, sample_hash
 from runflat.train.emulate import Pace, step_seconds
-from runflat.train.job import DTYPES, Job, hf_config, optimizer_settings
+from runflat.train.job import DTYPES, Job, hf_config, job_layout, optimizer_settings
 from runflat.train.shards import checkpoint_tensors, load_optimizer_state, write_shard
 from runflat.train.step import Scalars, StepResult, Trainer, accumulate, apply, backward, barrier
 
@@ -96,8 +96,7 @@ class Engine:
 
     def layout(self, plan: Plan) -> SyncLayout:
         """Buckets and sync groups of `plan`."""
-        bucket_bytes = int(self.job.train.bucket_mb * (1 << 20))
-        return sync_layout(self.spec, plan, bucket_bytes, self.dtype.itemsize)
+        return job_layout(self.job, self.spec, plan)
 
     def build(self, plan: Plan, place: Place, checkpoint: str | None) -> None:
         """Allocate the shard that `place` holds under `plan`, from `checkpoint`, a model directory, or the seed."""

@@ -11,6 +11,9 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from runflat.config import TrainSection
 from runflat.parallel.optimizer import OptimizerSettings
+from runflat.plan.plan import Plan
+from runflat.plan.sync_groups import SyncLayout, sync_layout
+from runflat.plan.units import ModelSpec
 from runflat.train.emulate import DeviceModel
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -57,6 +60,12 @@ def optimizer_settings(train: TrainSection) -> OptimizerSettings:
         eps=train.eps,
         clip_norm=train.clip_norm or None,
     )
+
+
+def job_layout(job: Job, spec: ModelSpec, plan: Plan) -> SyncLayout:
+    """Buckets and sync groups of `plan`."""
+    bucket_bytes = int(job.train.bucket_mb * (1 << 20))
+    return sync_layout(spec, plan, bucket_bytes, DTYPES[job.train.dtype].itemsize)
 
 
 def worker_device(index: int) -> torch.device:

@@ -180,8 +180,7 @@ def test_controller_killed_then_resumed(live: Any, tmp_path: Path) -> None:
     ran = live.train("run", f"--resume {run} --train.steps {end}")
     assert (ran.code, ran.error) == (0, None)
     assert watch.records("plan")[-1]["committed"] >= in_books
-    numbers = [row["step"] for row in watch.steps()]
-    assert numbers == sorted(set(numbers))
+    assert [row["step"] for row in watch.steps()] == list(range(end)), "a step that workers finished alone has no line"
     assert ran.summary["sample_hash"] == expected_hash(live, end, 4)
 
 

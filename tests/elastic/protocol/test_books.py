@@ -40,7 +40,7 @@ def plan(make_planner: Callable[..., Planner]) -> Plan:
 
 @pytest.fixture
 def books(tmp_path: Path, make_planner: Callable[..., Planner], plan: Plan) -> Iterator[Books]:
-    facts = RunFacts(tmp_path, make_planner().spec, 16, 8, hashed, lambda step: 0.25)
+    facts = RunFacts(tmp_path, make_planner().spec, 16, 8, hashed, lambda step: 0.25, make_planner().step_work)
     made = Books(facts, Progress(0, 0, 0, ""), Silent())
     made.adopt(plan)
     yield made
@@ -90,6 +90,21 @@ def test_a_lost_report_is_made_up_from_the_barrier(books: Books) -> None:
     assert books.num_samples == 16
     books.take("1:0", report(1, 1), 1.3)
     assert len(lines(books)) == 2, "a report that comes after all is not a second step"
+
+
+def test_steps_that_workers_finished_alone_get_a_line_each(books: Books, plan: Plan) -> None:
+    """Catches committed steps without a line after the controller was killed, and lines that are written twice."""
+    for replica in range(2):
+        books.take(f"{replica}:0", report(0, replica), 1.0)
+    books.close()
+    for _ in range(2):
+        resumed = Books(books.facts, Progress(3, 3, 24, "h"), Silent())
+        resumed.catch_up(plan)
+        resumed.close()
+    known = [(row["step"], row["generation"], sum(r["num_samples"] for r in row["replicas"])) for row in lines(books)]
+    assert known == [(0, 0, 8), (1, 0, 8), (2, 0, 8)]
+    assert [row["loss"] for row in lines(books)] == [2.0, None, None]
+    assert (resumed.step, resumed.num_samples, resumed.sample_hash) == (3, 24, "h")
 
 
 def test_going_back_forgets_steps_and_their_samples(books: Books) -> None:

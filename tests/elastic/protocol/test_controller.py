@@ -155,7 +155,28 @@ def test_goodput_is_that_of_the_full_plan_of_this_run(make_run: Callable[..., Ru
     summary = run()
     goodput = NUM_STEPS * summary["healthy_step_s"] / summary["wall_s"]
     assert summary["goodput"] == pytest.approx(goodput)
+    assert summary["goodput_reason"] is None
     assert "goodput" in run.controller.table()
+
+
+def test_a_run_without_a_healthy_step_says_where_its_healthy_rate_comes_from(make_run: Callable[..., Run]) -> None:
+    """Catches a goodput that is missing, or measured on the hurt job, where a device was away from the start."""
+    hurt = make_run(dead=("1:2",))
+    summary = hurt()
+    assert [replica["num_samples"] for replica in hurt.steps()[0]["replicas"]] == [5, 3]
+    assert hurt.steps()[0]["step_s"] == pytest.approx(0.125)
+    assert summary["healthy_step_s"] == pytest.approx(0.1), "four of the eight sequences take 0.1 s"
+    assert summary["goodput"] == pytest.approx(NUM_STEPS * summary["healthy_step_s"] / summary["wall_s"])
+    assert "scaled" in summary["goodput_reason"]
+    assert "scaled" in hurt.controller.table()
+
+
+def test_declared_times_win_over_scaled_ones(make_run: Callable[..., Run]) -> None:
+    """Catches emulated devices whose healthy rate is guessed though it is declared."""
+    summary = make_run(dead=("1:2",), declared_step_s=0.25)()
+    assert summary["healthy_step_s"] == 0.25
+    assert "declared" in summary["goodput_reason"]
+    assert summary["goodput"] == pytest.approx(NUM_STEPS * 0.25 / summary["wall_s"])
 
 
 def test_events_can_be_read_and_plans_are_kept(make_run: Callable[..., Run]) -> None:
