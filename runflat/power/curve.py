@@ -1,14 +1,18 @@
-"""Speed against power limit: a piecewise log-linear curve, calibrated by the user or one of four named ones.
+"""Speed against power limit: a piecewise log-linear curve, calibrated by the user or one of a few named ones.
 
 No single exponent is right: published slopes d ln(speed) / d ln(power) near the limit run from 0.13 to 0.7. So the
-curve is an input, printed in each result, and results should be shown for more than one.
+curve is an input, named in each result, and results should be shown for more than one.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
 
 from runflat.errors import ConfigError
 
@@ -26,6 +30,14 @@ class PowerCurve:
 
     points: tuple[tuple[float, float], ...]
     name: str = "calibrated"
+    source: str = ""
+    """Who measured or published it."""
+    knee: float | None = None
+    """Power above which speed rises clearly less than power does."""
+    ceiling: float | None = None
+    """Power above which the clock does not rise any more: more watts give nothing."""
+    formula: bool = False
+    """Whether it is a law that holds anywhere, so that nothing is extrapolated."""
 
     def __post_init__(self) -> None:
         """Check the points."""
@@ -43,6 +55,8 @@ class PowerCurve:
 
     def speed(self, power: float) -> float:
         """Relative speed at a relative power above 0."""
+        if self.ceiling is not None:
+            power = min(power, self.ceiling)
         (p0, s0), slope = self._segment(power, by=0)
         return float(s0 * (power / p0) ** slope)
 
@@ -51,12 +65,23 @@ class PowerCurve:
         return self.speed(power) / self.speed(nominal)
 
     def power_for(self, ratio: float, nominal: float) -> float:
-        """Least relative power at which a device is ``ratio`` times as fast as at ``nominal``; infinite if flat."""
+        """Least relative power at which a device is ``ratio`` times as fast as at ``nominal``; infinite if none."""
         wanted = ratio * self.speed(nominal)
+        if self.ceiling is not None and wanted > self.speed(self.ceiling) * (1 + 1e-12):
+            return math.inf
         (p0, s0), slope = self._segment(wanted, by=1)
         if slope == 0:
             return p0 if wanted <= s0 else math.inf
         return p0 * float((wanted / s0) ** (1 / slope))
+
+    def extrapolated(self, power: float) -> bool:
+        """Whether ``power`` lies beyond what was measured: there the end slope is only continued."""
+        low, high = self.points[0][0], self.points[-1][0] if self.ceiling is None else math.inf
+        return not self.formula and not low * (1 - 1e-9) <= power <= high * (1 + 1e-9)
+
+    def label(self, *powers: float) -> str:
+        """Its name, and whether one of ``powers`` is extrapolated: what every result says of its curve."""
+        return f"{self.name} (extrapolated)" if any(self.extrapolated(power) for power in powers) else self.name
 
     def _segment(self, value: float, *, by: int) -> tuple[tuple[float, float], float]:
         """The point and log-log slope that hold at ``value`` of power (by 0) or speed (by 1)."""
@@ -74,7 +99,8 @@ def exponent_curve(exponent: float, name: str = "") -> PowerCurve:
     """
     if not 0 <= exponent <= 2:
         raise ConfigError(f"power exponent {exponent} is outside 0..2; published values lie between 0.13 and 1.2")
-    return PowerCurve(((0.5, 0.5**exponent), (1.0, 1.0)), name or f"exponent {exponent:g}")
+    label = name or f"exponent {exponent:g}"
+    return PowerCurve(((0.5, 0.5**exponent), (1.0, 1.0)), label, "a law with one exponent", formula=True)
 
 
 def amdahl_curve(scaled_share: float = 0.8, exponent: float = 0.65, name: str = "amdahl") -> PowerCurve:
@@ -87,31 +113,32 @@ def amdahl_curve(scaled_share: float = 0.8, exponent: float = 0.65, name: str = 
     """
     powers = [0.5 + 0.05 * index for index in range(21)]
     times = [scaled_share / power**exponent + 1 - scaled_share for power in powers]
-    return PowerCurve(tuple((power, 1 / time) for power, time in zip(powers, times, strict=True)), name)
+    points = tuple((power, 1 / time) for power, time in zip(powers, times, strict=True))
+    return PowerCurve(points, name, f"a law: {scaled_share:g} of the time scales with power ** {exponent:g}")
 
 
 def named_curves() -> Mapping[str, PowerCurve]:
     """The curves that a configuration may name.
 
-    ``v100-bert``: BERT on V100, from published traces of Zeus (NSDI'23), and typical of parts near their clock ceiling.
-    ``ntp``: slope 0.65, between the two points of arXiv 2504.06095 Table 1 (1.1x power: 1.069x speed, 1.2x: 1.122x).
-    ``cube``: the cube law above the voltage knee. ``amdahl``: slope 0.65 on four fifths of the time.
+    ``ntp``: the two published points of arXiv 2504.06095. ``v100-bert``, ``a40-bert``, ``rtx6000-bert``: measured on
+    older cards. ``cube``: the cube law above the voltage knee. ``amdahl``: slope 0.65 on four fifths of the time.
     """
-    bert: Sequence[tuple[float, float]] = ((0.5, 0.62), (0.6, 0.76), (0.7, 0.87), (0.8, 0.94), (0.9, 0.977), (1.0, 1.0))
-    curves = (
-        PowerCurve(tuple(bert), "v100-bert"),
-        exponent_curve(0.65, "ntp"),
-        exponent_curve(1 / 3, "cube"),
-        amdahl_curve(),
-    )
-    return {curve.name: curve for curve in curves}
+    text = resources.files(__package__).joinpath("curves.json").read_text(encoding="utf-8")
+    measured = [_from_json(name, entry) for name, entry in json.loads(text).items()]
+    cube = exponent_curve(1 / 3, "cube")
+    return {curve.name: curve for curve in (*measured, cube, amdahl_curve())}
+
+
+def _from_json(name: str, entry: Mapping[str, Any]) -> PowerCurve:
+    points = tuple((float(power), float(speed)) for power, speed in entry["points"])
+    return PowerCurve(points, name, entry.get("source", ""), entry.get("knee"), entry.get("ceiling"))
 
 
 def curve_named(name: str) -> PowerCurve:
-    """The named curve, or ``exponent:0.4`` for a slope of one's own.
+    """The named curve, ``exponent:0.4`` for a slope of one's own, or ``file:PATH`` as `runflat power calibrate` writes.
 
     Raises:
-        ConfigError: for an unknown name.
+        ConfigError: for an unknown name, or a file that is no curve.
     """
     curves = named_curves()
     if name in curves:
@@ -124,4 +151,33 @@ def curve_named(name: str) -> PowerCurve:
             raise ConfigError(
                 f"power curve {name!r}: {value!r} is not a number; write for example exponent:0.4"
             ) from None
-    raise ConfigError(f"unknown power curve {name!r}; allowed: {', '.join(curves)}, or exponent:NUMBER")
+    if kind == "file":
+        return read_curve(Path(value))
+    raise ConfigError(f"unknown power curve {name!r}; allowed: {', '.join(curves)}, exponent:NUMBER or file:PATH")
+
+
+def read_curve(path: Path) -> PowerCurve:
+    """The curve in a JSON file: ``{"name", "source", "points": [[power, speed], ...], "knee", "ceiling"}``.
+
+    Raises:
+        ConfigError: it cannot be read, or is no curve.
+    """
+    try:
+        entry = json.loads(path.read_text(encoding="utf-8"))
+        return _from_json(entry.get("name", path.stem), entry)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{path} is no power curve: {error}. A curve is a JSON object with 'points', a list of [power, speed]; "
+            "runflat power calibrate writes one"
+        ) from None
+
+
+def curve_to_json(curve: PowerCurve) -> dict[str, Any]:
+    """What `read_curve` reads."""
+    return {
+        "name": curve.name,
+        "source": curve.source,
+        "points": [list(point) for point in curve.points],
+        "knee": curve.knee,
+        "ceiling": curve.ceiling,
+    }

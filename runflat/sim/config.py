@@ -13,8 +13,8 @@ from runflat.cluster.ledger import Category
 from runflat.cluster.topology import Topology
 from runflat.errors import ConfigError
 from runflat.plan.strategies import BatchRule, Chain, Strategy, parse_chain
-from runflat.power.control import PowerLimits
 from runflat.power.curve import PowerCurve, curve_named
+from runflat.power.reach import PowerLimits
 from runflat.sim.job import Costs, Phases
 from runflat.sim.times import ProportionalTimes
 from runflat.traces.generate import FailureSource

@@ -11,11 +11,21 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from runflat.plan.strategies import BatchRule
-from runflat.power.control import Boost, PowerLimits, static_boost
+from runflat.power.reach import PowerLimits
 from runflat.sim.times import Line, Times
 
 IDLE_POWER = 0.25
 """Draw of a device that waits or is unused, as a share of its nominal limit (the share of a working one is 1)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Boost:
+    """Limit of each survivor of a hit group, and how many times as fast it is as at the nominal limit."""
+
+    limit_w: float
+    speed: float
+    limited_by: str
+    """``need`` if the wanted speed is reached, else ``device`` or ``domain``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +134,9 @@ class RateTable:
             assert line is not None
             low, high = (low, speed) if line.at(self._local_batch) <= wanted_s else (speed, high)
         live = self._tp_full - lost
-        boost = static_boost(self._power, high, num_raised=live, num_live=self._domain_size - lost, num_dead=lost)
+        others = self._domain_size - self._tp_full
+        found = self._power.reach([(high, live)], num_others=others, num_dead=lost)
+        boost = Boost(found.limits_w[0], found.pace * high, found.limited_by)
         return self._times.line(lost, boost.speed), boost
 
     def rates(self, classes: Sequence[ReplicaClass]) -> Rates:

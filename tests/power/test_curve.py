@@ -1,22 +1,54 @@
+import json
 import math
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from runflat.errors import ConfigError
-from runflat.power.control import PowerLimits, static_boost
-from runflat.power.curve import PowerCurve, curve_named, exponent_curve, named_curves
+from runflat.power.curve import PowerCurve, curve_named, curve_to_json, named_curves
 
 
 def test_published_points_lie_on_the_curves() -> None:
-    """Catches an exponent or interpolation that no longer gives the published points."""
+    """Catches an interpolation that no longer gives the published points, or continues them unmarked."""
     ntp = curve_named("ntp")
-    assert ntp.ratio(1.1, 1.0) == pytest.approx(1.069, abs=0.006)
-    assert ntp.ratio(1.2, 1.0) == pytest.approx(1.122, abs=0.006)
-    bert = curve_named("v100-bert")
-    assert bert.speed(0.8) == pytest.approx(0.94)
+    assert ntp.ratio(1.1, 1.0) == pytest.approx(1.069)
+    assert ntp.ratio(1.2, 1.0) == pytest.approx(1.122)
+    last = math.log(1.122 / 1.069) / math.log(1.2 / 1.1)
+    assert ntp.ratio(1.25, 1.2) == pytest.approx((1.25 / 1.2) ** last)
+    assert ntp.label(1.0, 1.2) == "ntp"
+    assert ntp.label(1.0, 1.24) == "ntp (extrapolated)"
+    assert curve_named("v100-bert").speed(0.8) == pytest.approx(0.937)
     assert curve_named("cube").ratio(1.3, 1.0) == pytest.approx(1.0914, abs=1e-3)
+    assert curve_named("cube").label(3.0) == "cube"
+
+
+def test_watts_beyond_the_clock_ceiling_buy_nothing() -> None:
+    """Catches a slope that is continued where the clock does not rise any more."""
+    a40 = curve_named("a40-bert")
+    assert a40.speed(1.2) == a40.speed(0.9167) == pytest.approx(1.0)
+    assert math.isinf(a40.power_for(1.01, 0.9167))
+    assert not a40.extrapolated(1.2)
+
+
+def test_each_measured_curve_says_where_it_comes_from() -> None:
+    """Catches a curve without a source, which nobody could check."""
+    assert all(curve.source for curve in named_curves().values())
+    assert {name for name, curve in named_curves().items() if curve.knee} == {"v100-bert", "a40-bert", "rtx6000-bert"}
+
+
+def test_a_curve_comes_back_from_its_file(tmp_path: Path) -> None:
+    """Catches a calibration that cannot be used, and a file that is no curve and passes for one."""
+    path = tmp_path / "mine.json"
+    for curve in named_curves().values():
+        path.write_text(json.dumps(curve_to_json(curve)))
+        again = curve_named(f"file:{path}")
+        assert (again.points, again.name, again.ceiling) == (curve.points, curve.name, curve.ceiling)
+    for text in ("", "[]", '{"points": 3}', '{"points": [[1, 1]]}', '{"points": [[1, "x"], [2, 3]]}'):
+        path.write_text(text)
+        with pytest.raises(ConfigError):
+            curve_named(f"file:{path}")
 
 
 @given(st.sampled_from(sorted(named_curves())), st.floats(0.4, 1.4), st.floats(1.0, 1.3))
@@ -25,7 +57,7 @@ def test_power_for_a_ratio_gives_that_ratio(name: str, nominal: float, ratio: fl
     curve = curve_named(name)
     power = curve.power_for(ratio, nominal)
     assert math.isinf(power) or curve.ratio(power, nominal) == pytest.approx(ratio, rel=1e-9)
-    assert power >= nominal * (1 - 1e-9)
+    assert power >= min(nominal, curve.ceiling or math.inf) * (1 - 1e-9)
 
 
 def test_a_flat_end_cannot_be_outrun() -> None:
@@ -48,46 +80,3 @@ def test_unknown_curves_are_named(name: str) -> None:
     """Catches a mistyped curve that falls back to another."""
     with pytest.raises(ConfigError):
         curve_named(name)
-
-
-LIMITS = PowerLimits(curve=exponent_curve(0.65), tdp_w=1200, nominal_w=960, max_w=1200)
-
-
-def test_boost_takes_the_least_power_that_hides_the_loss() -> None:
-    """Catches survivors that are raised to the maximum for nothing: 1 of 8 needs 1.143x speed, 1.23x power."""
-    boost = static_boost(LIMITS, 8 / 7, num_raised=7, num_live=7, num_dead=1)
-    assert boost.limited_by == "need"
-    assert boost.limit_w / 960 == pytest.approx(1.228, abs=1e-3)
-    assert boost.speed == pytest.approx(8 / 7)
-
-
-def test_boost_stops_at_device_and_domain_limits() -> None:
-    """Catches a limit above the range or the budget."""
-    steep = static_boost(LIMITS, 2.0, num_raised=4, num_live=4, num_dead=4)
-    assert (steep.limit_w, steep.limited_by) == (1200, "device")
-    tight = PowerLimits(curve=LIMITS.curve, tdp_w=1200, nominal_w=960, max_w=1200, domain_budget_w=8 * 960 + 140)
-    boost = static_boost(tight, 8 / 7, num_raised=7, num_live=7, num_dead=1)
-    assert (boost.limit_w, boost.limited_by) == (pytest.approx(980), "domain")
-    freed = PowerLimits(
-        curve=LIMITS.curve, tdp_w=1200, nominal_w=960, max_w=1200, domain_budget_w=8 * 960, dead_count=False
-    )
-    assert static_boost(freed, 8 / 7, num_raised=7, num_live=7, num_dead=1).limit_w == pytest.approx(960 * 8 / 7)
-
-
-@given(st.floats(0.9, 3.0), st.integers(1, 71), st.floats(60_000, 90_000))
-def test_the_sum_of_limits_never_exceeds_the_budget(wanted: float, dead: int, budget_w: float) -> None:
-    """Catches a domain that draws more than its feed."""
-    limits = PowerLimits(curve=LIMITS.curve, tdp_w=1200, nominal_w=800, max_w=1200, domain_budget_w=budget_w)
-    boost = static_boost(limits, wanted, num_raised=72 - dead, num_live=72 - dead, num_dead=dead)
-    total_w = boost.limit_w * (72 - dead) + 800 * dead
-    assert total_w <= max(budget_w, 72 * 800) * (1 + 1e-12)
-    assert 800 <= boost.limit_w <= 1200
-
-
-def test_no_headroom_is_said_and_changes_nothing() -> None:
-    """Catches a boost where nominal is already the maximum."""
-    full = PowerLimits(curve=LIMITS.curve, tdp_w=700, nominal_w=700, max_w=700)
-    assert full.headroom == 1.0
-    assert static_boost(full, 1.2, num_raised=7, num_live=7, num_dead=1).speed == 1.0
-    with pytest.raises(ConfigError, match="nominal"):
-        PowerLimits(curve=LIMITS.curve, tdp_w=700, nominal_w=701, max_w=700)

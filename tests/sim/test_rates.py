@@ -4,8 +4,8 @@ from hypothesis import strategies as st
 
 from runflat.plan.batch import split_batch
 from runflat.plan.strategies import BatchRule
-from runflat.power.control import PowerLimits
 from runflat.power.curve import exponent_curve
+from runflat.power.reach import PowerLimits
 from runflat.sim.rates import RateTable, ReplicaClass, split_by_class
 from runflat.sim.times import Line, ProportionalTimes
 
