@@ -17,6 +17,7 @@ COMMANDS = {
     "devices": "list the devices of a run: who trains, waits, is lost, and why",
     "device": "ask one device of a run to drain, to be killed, or to return",
     "diff": "compare two checkpoints of any layouts, tensor by tensor",
+    "report": "runs and results as one HTML page with figures",
     "simulate": "what each strategy is worth on a cluster and its failures",
     "sweep": "the same over a range of failure rates, domain sizes, spares, ...",
     "advise": "which strategy, how many spares, how much power headroom, and how sure that is",

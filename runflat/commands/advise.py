@@ -8,6 +8,7 @@ from typing import Annotated
 
 import tyro
 
+from runflat.commands.origin import origin
 from runflat.commands.simulate import changed, read_question, write_json
 from runflat.sim.advise import advice_text, advise
 from runflat.sim.config import checked
@@ -45,7 +46,8 @@ def advise_command(
     advice = advise(asked)
     print(advice_text(asked, advice))
     if json_out is not None:
-        write_json(json_out, {"name": asked.name, "config": asked.model_dump(mode="json"), **advice.to_json()})
+        head = {"name": asked.name, "origin": origin(), "config": asked.model_dump(mode="json")}
+        write_json(json_out, {**head, **advice.to_json()})
         print(f"\nwritten: {json_out}")
 
 

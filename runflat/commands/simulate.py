@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import tyro
 
 from runflat.cluster.ledger import GOODPUT_NAMES
+from runflat.commands.origin import origin
 from runflat.errors import ConfigError
 from runflat.plan.strategies import BatchRule
 from runflat.sim.config import SimConfig, checked, load_config, parse_candidate
@@ -102,7 +103,7 @@ def simulate_command(
         return
     rows = [result.to_json() for result in results]
     names = {category.value: name for category, name in GOODPUT_NAMES.items()}
-    data = {"name": asked.name, "config": asked.model_dump(mode="json"), "results": rows}
+    data = {"name": asked.name, "origin": origin(), "config": asked.model_dump(mode="json"), "results": rows}
     write_json(out, {**data, "ml_goodput_measurement_names": names})
     written = [out]
     if figures is not None:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import tyro
 
+from runflat.commands.origin import origin
 from runflat.commands.simulate import changed, read_question, write_json
 from runflat.errors import ConfigError
 from runflat.sim.sweep import Axis, sweep, sweep_json, sweep_table
@@ -52,7 +53,7 @@ def sweep_command(
     out = json_out or (figures / f"{asked.name}-{over}.json" if figures else None)
     if out is None:
         return
-    write_json(out, sweep_json(asked, over, rows))
+    write_json(out, {**sweep_json(asked, over, rows), "origin": origin()})
     written = [out]
     if figures is not None:
         from runflat.report.figures import lines_figure  # matplotlib loads slowly: the table comes first

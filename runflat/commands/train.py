@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import secrets
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tyro
 
+from runflat.commands.origin import origin
 from runflat.commands.prepare import Prepared, claimed, prepare, run_folder, write_config
 from runflat.commands.progress import ProgressView
 from runflat.config import TrainConfig, flag_rules, load_config
@@ -108,6 +110,8 @@ def _run(prepared: Prepared, warnings: Sequence[str]) -> tuple[int, dict[str, An
 
     config = prepared.config
     write_config(prepared)
+    begun = {**origin(), "started": time.strftime("%Y-%m-%d %H:%M:%S %z")}
+    (prepared.run / "run.json").write_text(json.dumps(begun, indent=2) + "\n")
     start = prepared.checkpoint.progress.step if prepared.checkpoint else 0
     end = min(config.train.steps, config.train.stop_after or config.train.steps)
     with ProgressView(end, start) as view:

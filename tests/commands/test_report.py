@@ -1,0 +1,66 @@
+"""`runflat report`: what it writes, and what it says when it cannot."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from runflat import cli
+from runflat.commands import report
+
+RESULT = Path(__file__).parents[2] / "experiments" / "availability" / "result.json"
+
+
+def test_page_and_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a report that leaves out the files it promises; a result of this repository is its input."""
+    page, figures = tmp_path / "out" / "r.html", tmp_path / "figures"
+    assert cli.run(["report", str(RESULT), "-o", str(page), "--figures", str(figures)]) == 0
+    said = capsys.readouterr().out
+    assert str(page) in said
+    assert "figures: 3 files" in said
+    assert page.read_text().startswith("<!doctype html>")
+    assert {path.suffix for path in figures.iterdir()} == {".svg", ".png", ".csv"}
+    svg = next(figures.glob("*.svg")).read_text()
+    assert "var(" not in svg
+    assert str(RESULT) in svg
+    assert next(figures.glob("*.png")).read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("absent.json", None, "holds nothing that can be reported"),
+        ("cut.json", '{"name": "x", "results": [', "cannot be reported"),
+        ("list.json", "[]", "holds no JSON object"),
+        ("other.json", '{"a": 1}', "none of the keys results"),
+        ("half.json", '{"name": "x", "results": [{"candidate": "ntp"}]}', "damaged or of another version"),
+    ],
+)
+def test_bad_input_is_one_paragraph(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str | None, says: str
+) -> None:
+    """Catches a traceback, or an empty page, for files that are missing, cut off or of something else."""
+    path = tmp_path / name
+    if text is not None:
+        path.write_text(text)
+    assert cli.run(["report", str(path), "-o", str(tmp_path / "r.html")]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert says in said
+    assert "Traceback" not in said
+    assert not (tmp_path / "r.html").exists()
+
+
+def test_nothing_named(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a page about nothing."""
+    assert cli.run(["report"]) == 2
+    assert "nothing to report" in capsys.readouterr().err
+
+
+def test_a_damaged_run_is_reported_with_a_warning(tmp_path: Path) -> None:
+    """Catches damage that is left out in silence."""
+    run = tmp_path / "r"
+    run.mkdir()
+    (run / "summary.json").write_text(json.dumps({"step": 3, "device_s": {"productive": 3.0, "failed": 1.0}}))
+    said = report.write_report(report.ReportArgs((run,), tmp_path / "r.html"))
+    assert "warning: r: steps.jsonl is missing" in said
+    assert "steps.jsonl is missing" in (tmp_path / "r.html").read_text()
