@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,6 +20,8 @@ from runflat.errors import RunError
 
 POLL_S = 0.05
 CLOCK_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+LISTENING = "0A"
+"""State of a listening socket in /proc/net/tcp."""
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -132,12 +134,19 @@ class Command:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a process occupies."""
+    """What a process, or several together, occupy."""
 
     num_descriptors: int
     num_threads: int
     num_sockets: int
     resident_bytes: int
+    num_ports: int = 0
+    """TCP ports on which it listens."""
+    num_processes: int = 1
+
+    def __add__(self, other: Footprint) -> Footprint:
+        """Both together."""
+        return Footprint(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
 def footprint(pid: int) -> Footprint:
@@ -146,12 +155,40 @@ def footprint(pid: int) -> Footprint:
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(FileNotFoundError):  # it was closed meanwhile
             targets.append(os.readlink(entry))
+    sockets = [target for target in targets if target.startswith("socket:")]
     return Footprint(
         num_descriptors=len(targets),
         num_threads=len(list(Path(f"/proc/{pid}/task").iterdir())),
-        num_sockets=sum(target.startswith("socket:") for target in targets),
+        num_sockets=len(sockets),
         resident_bytes=int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES,
+        num_ports=len(_listening() & set(sockets)),
     )
+
+
+def _listening() -> set[str]:
+    """Sockets of this machine that listen, as descriptors name them."""
+    rows = [row.split() for kind in ("tcp", "tcp6") for row in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]]
+    return {f"socket:[{row[9]}]" for row in rows if row[3] == LISTENING}
+
+
+def session_processes(session: int) -> list[int]:
+    """Ids of the living processes of a session, such as that of a `Command`, in which all its workers are."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError, ValueError):
+            state, _, _, number, *_ = _stat(entry / "stat")[1] if entry.name.isdigit() else ("Z", "", "", "-1")
+            if state != "Z" and int(number) == session:
+                found.append(int(entry.name))
+    return found
+
+
+def session_footprint(session: int) -> Footprint:
+    """What all processes of a session occupy together."""
+    total = Footprint(0, 0, 0, 0, 0, 0)
+    for pid in session_processes(session):
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            total += footprint(pid)
+    return total
 
 
 def is_alive(pid: int) -> bool:

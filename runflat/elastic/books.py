@@ -191,10 +191,10 @@ class Books:
         step = self.step
         self._pending.pop(step, None)
         used = self._samples(plan, reports)
+        self.sample_hash = self.facts.sample_hash(self.sample_hash, step, used)
         record = self._record(plan, reports, now)
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
-        self.sample_hash = self.facts.sample_hash(self.sample_hash, step, used)
         self.num_samples += len(used)
         self.step += 1
         self._before[self.step] = (self.num_samples, self.sample_hash)
@@ -234,10 +234,9 @@ class Books:
         for replica in plan.replicas:
             report = reports.get(replica.replica)
             times = (report.compute_s, report.sync_s) if report else (None, None)
-            count = replica.num_sequences
-            replicas.append(
-                {"replica": replica.replica, "num_samples": count, "compute_s": times[0], "sync_s": times[1]}
-            )
+            first = report.first_sample if report else None
+            row = {"replica": replica.replica, "first_sample": first, "num_samples": replica.num_sequences}
+            replicas.append({**row, "compute_s": times[0], "sync_s": times[1]})
         record = {
             "step": self.step,
             **self._results(reports),
@@ -245,6 +244,7 @@ class Books:
             "step_s": step_s,
             "tokens_per_s": plan.num_sequences * self.facts.seq_len / step_s if step_s else None,
             "time_s": now,
+            "sample_hash": self.sample_hash,
             "replicas": replicas,
         }
         if any(report.billed_s for report in reports.values()):

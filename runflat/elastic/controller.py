@@ -32,16 +32,16 @@ from runflat.elastic.actions import (
     Took,
 )
 from runflat.elastic.books import Books, View
-from runflat.elastic.inject import Script
+from runflat.elastic.inject import START_PHASES, Script, check_events
 from runflat.elastic.journal import Journal, change_line, change_to_json, closed_line, incident_to_json, ledger_table
 from runflat.elastic.messages import Commit, Message, Shard, StepReport, Struck
 from runflat.elastic.meter import Meter
-from runflat.elastic.orders import Order
+from runflat.elastic.orders import Inject, Order
 from runflat.elastic.protocol import decide
-from runflat.elastic.requests import Inbox
+from runflat.elastic.requests import Inbox, Request
 from runflat.elastic.state import Stage, Standing, State
 from runflat.elastic.watch import waits
-from runflat.errors import ConfigError, RunError, UserError
+from runflat.errors import ConfigError, RunError, TraceError, UserError
 
 TICK_S = 0.25
 SUSPICIOUS_TICK_S = 0.02
@@ -75,6 +75,9 @@ class Workers(Protocol):
 
     def pid(self, device: str) -> int | None:
         """Process id on this machine, if it has one."""
+
+    def inject(self, event: Mapping[str, Any]) -> None:
+        """Have processes that are started from now on suffer a fault, until it has struck."""
 
     def forget(self, event: Mapping[str, Any]) -> None:
         """An injected event has struck."""
@@ -247,7 +250,10 @@ class Controller:
         now = self.now
         self._happen(workers, Tick())
         for request, wish in self._inbox.take():
-            self._happen(workers, Asked(wish.action, wish.device, request))
+            if wish.action == "inject":
+                self._inject(workers, request, wish)
+            else:
+                self._happen(workers, Asked(wish.action, wish.device, request))
         for device in [name for name, at in self._wake.items() if at <= now]:
             del self._wake[device]
             workers.signal(device, signal.SIGCONT)
@@ -263,6 +269,21 @@ class Controller:
         if now - self._last["ledger"] >= LEDGER_EVERY_S:
             self._last["ledger"] = now
             self.journal.ledger(self.meter.ledger, now)
+
+    def _inject(self, workers: Workers, request: str, wish: Request) -> None:
+        """Pass a fault on to the worker that is to suffer it, now or when it starts again."""
+        row = dict(wish.event or {})
+        try:
+            event = event_from_json(row, source=f"request {request}")
+            check_events([event], tuple(self.state.devices))
+        except TraceError as error:
+            self._inbox.reply(request, ok=False, text=str(error))
+            return
+        if event.phase in START_PHASES:
+            workers.inject(row)
+        else:
+            workers.send(event.place, Inject(event=row))
+        self._inbox.reply(request, ok=True, text=f"{event.event.value} of {event.place} is to come")
 
     def _perform(self, workers: Workers, event: Event) -> None:
         """Carry out an event of the script; one that cannot be carried out yet stays due."""

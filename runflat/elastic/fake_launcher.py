@@ -13,7 +13,7 @@ from typing import Any
 
 from runflat.elastic.fakes import FakeWorker, Group
 from runflat.elastic.messages import Failed, Message, Suspect
-from runflat.elastic.orders import Order
+from runflat.elastic.orders import Inject, Order
 from runflat.plan.plan import Plan
 
 LATENCY_S = 0.001
@@ -69,7 +69,11 @@ class FakeLauncher:
         self.later(START_S, self.workers[device].begin)
 
     def send(self, device: str, order: Order) -> None:
-        """Give an order to a device's present process."""
+        """Give an order to a device's present process; a fault that is injected is one more of its faults."""
+        if isinstance(order, Inject):
+            event = order.event
+            self._faults.append(Fault(event["event"], device, event.get("phase", "forward"), event.get("step", 0)))
+            return
         worker = self.workers.get(device)
         if worker is not None:
             self.later(LATENCY_S, partial(worker.obey, order))
@@ -99,6 +103,9 @@ class FakeLauncher:
         """All live in this process."""
         worker = self.workers.get(device)
         return os.getpid() if worker is not None and worker.alive else None
+
+    def inject(self, event: Mapping[str, Any]) -> None:
+        """Nobody imports or tests itself here."""
 
     def forget(self, event: Mapping[str, Any]) -> None:
         """Faults strike once as it is."""

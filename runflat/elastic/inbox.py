@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from runflat.elastic.orders import Abort, Exit, Order, Stop, Switch
+from runflat.elastic.orders import Abort, Exit, Inject, Order, Stop, Switch
 from runflat.elastic.side_thread import start_thread
 
 FOREVER = 1 << 60
@@ -31,12 +31,15 @@ class Inbox:
     to switch, until it is cleared.
     """
 
-    def __init__(self, channel: Channel, leave_below: Callable[[int], None]):
-        """`leave_below(generation)` wakes the main thread out of every older generation."""
+    def __init__(
+        self, channel: Channel, leave_below: Callable[[int], None], inject: Callable[[Mapping[str, Any]], None]
+    ):
+        """`leave_below(generation)` wakes the main thread out of every older generation; `inject` takes a fault."""
         self.stop = threading.Event()
         self.switch: Switch | None = None
         self._channel = channel
         self._leave_below = leave_below
+        self._inject = inject
         self._queue: queue.Queue[Order | None] = queue.Queue()
 
     def start(self) -> None:
@@ -53,6 +56,9 @@ class Inbox:
                 self.switch = order
             elif isinstance(order, Stop):
                 self.stop.set()
+                continue
+            elif isinstance(order, Inject):
+                self._inject(order.event)
                 continue
             self._queue.put(order)
         self.stop.set()

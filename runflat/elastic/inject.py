@@ -6,8 +6,9 @@ do (drain, return, and everything that is dated by time) is executed by the cont
 
 from __future__ import annotations
 
+import queue
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from runflat.cluster.events import Event, EventKind, event_from_json
@@ -138,15 +139,29 @@ class Striker:
         """`events`: all of the job (or their JSON form); those of other devices are passed over."""
         parsed = (event_from_json(event) if isinstance(event, dict) else event for event in events)
         self._due = [event for event in parsed if event.device == device]
+        self._late: list[Event] = []
+        self._arrived: queue.SimpleQueue[Event] = queue.SimpleQueue()
+
+    def add(self, event: Mapping[str, Any]) -> None:
+        """Take a fault that comes while the job runs, from any thread: it strikes at its phase, in its step or later.
+
+        Raises:
+            TraceError: it is no event.
+        """
+        self._arrived.put(event_from_json(event))
 
     def at(self, step: int, phase: str) -> tuple[Event, ...]:
         """Events that strike now, each once, as the device begins `phase` of step `step` (0-based).
 
         Without a phase an event strikes when the step begins. In the phases of a recovery `step` is the one in flight.
         """
-        now = tuple(event for event in self._due if self._is_due(event, step, phase))
+        while not self._arrived.empty():
+            self._late.append(self._arrived.get())
+        now = [event for event in self._due if self._is_due(event, step, phase)]
         self._due = [event for event in self._due if event not in now]
-        return now
+        late = [event for event in self._late if (event.phase or "forward") == phase and (event.step or 0) <= step]
+        self._late = [event for event in self._late if event not in late]
+        return (*now, *late)
 
     @staticmethod
     def _is_due(event: Event, step: int, phase: str) -> bool:

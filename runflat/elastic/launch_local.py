@@ -129,6 +129,10 @@ class LocalWorkers:
         if process is not None and process.is_alive() and process.pid is not None:
             os.kill(process.pid, number)
 
+    def inject(self, event: Mapping[str, Any]) -> None:
+        """Have processes that are started from now on suffer a fault, until it has struck."""
+        self._job = self._job.model_copy(update={"inject": [*self._job.inject, dict(event)]})
+
     def forget(self, event: Mapping[str, Any]) -> None:
         """An injected event has struck: processes that are started from now on do not suffer it again."""
         rest = [row for row in self._job.inject if row != dict(event)]

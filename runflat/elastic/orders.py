@@ -144,6 +144,13 @@ class Receive(Wire):
     token: str
 
 
+class Inject(Wire):
+    """A fault on purpose, put into a running job: it strikes at the first moment of its phase from its step on."""
+
+    type: Literal["inject"] = "inject"
+    event: dict[str, Any]
+
+
 class Stop(Wire):
     """End after the step in flight, save, send `done`, and wait for `exit`."""
 
@@ -156,7 +163,7 @@ class Exit(Wire):
     type: Literal["exit"] = "exit"
 
 
-Order = Abort | PlanOrder | Go | Prepare | Unprepare | Switch | Feed | Unfeed | Receive | Stop | Exit
+Order = Abort | PlanOrder | Go | Prepare | Unprepare | Switch | Feed | Unfeed | Receive | Inject | Stop | Exit
 
 
 _ORDERS: TypeAdapter[Order] = TypeAdapter(Annotated[Order, Field(discriminator="type")])

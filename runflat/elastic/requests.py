@@ -23,7 +23,7 @@ MAX_PID = 1 << 31
 POLL_S = 0.1
 PATIENCE_S = 15.0
 """Longest wait for an answer."""
-Action = Literal["drain", "kill", "return"]
+Action = Literal["drain", "kill", "return", "inject"]
 
 
 class Request(BaseModel):
@@ -33,6 +33,8 @@ class Request(BaseModel):
 
     action: Action
     device: str
+    event: dict[str, Any] | None = None
+    """For "inject": the fault, an object of a file of events."""
 
 
 def write_whole(path: Path, data: Mapping[str, Any]) -> None:
@@ -106,6 +108,22 @@ def is_running(devices: Mapping[str, Any]) -> bool:
     return True
 
 
+def post(run: Path, number: str, action: Action, device: str, event: Mapping[str, Any] | None = None) -> None:
+    """Put a request before the controller of `run`: those that it finds together it takes in the order of `number`."""
+    wish = {"action": action, "device": device}
+    write_whole(run / "requests" / f"{number}.json", wish if event is None else {**wish, "event": dict(event)})
+
+
+def answer(run: Path, number: str) -> tuple[bool, str] | None:
+    """(done, what the controller says) of a request that was posted; None as long as there is no answer."""
+    path = run / "requests" / f"{number}.reply.json"
+    if not path.exists():
+        return None
+    reply = json.loads(path.read_text(encoding="utf-8"))
+    path.unlink()
+    return bool(reply["ok"]), str(reply["text"])
+
+
 def ask(run: Path, action: Action, device: str, sleep: Callable[[float], None]) -> tuple[bool, str]:
     """Ask the controller of `run` for something; returns (done, its answer).
 
@@ -115,13 +133,11 @@ def ask(run: Path, action: Action, device: str, sleep: Callable[[float], None]) 
     """
     if not is_running(read_devices(run)):
         raise ConfigError(f"{run} is not running, so nothing can be asked of its devices. Resume it first.")
-    folder, number = run / "requests", uuid.uuid4().hex
-    write_whole(folder / f"{number}.json", {"action": action, "device": device})
-    answer = folder / f"{number}.reply.json"
+    number = uuid.uuid4().hex
+    post(run, number, action, device)
     for _ in range(round(PATIENCE_S / POLL_S)):
-        if answer.exists():
-            reply = json.loads(answer.read_text(encoding="utf-8"))
-            answer.unlink()
-            return bool(reply["ok"]), str(reply["text"])
+        reply = answer(run, number)
+        if reply is not None:
+            return reply
         sleep(POLL_S)
     raise RunError(f"the controller of {run} gave no answer within {PATIENCE_S:.0f} s.")

@@ -69,8 +69,8 @@ class Session:
             interrupt=self.interrupt,
             waiting=self._waiting,
         )
-        self.inbox = Inbox(channel, self._leave_below)
         self.striker = Striker(job.inject, device_id)
+        self.inbox = Inbox(channel, self._leave_below, self.striker.add)
         self.engine = Engine(job, worker_device(index), self._phase)
         self.duties = Duties(self.engine, self.say)
         self.base: Plan | None = None
@@ -125,6 +125,7 @@ class Session:
         self.inbox.start()
         heart = Heart(self.presence, self.channel.send)
         announce_pid(Path(self.job.run), self.device_id)
+        self._phase("import")
         self.say("hello", pid=os.getpid())
         if self.returning:
             self._phase("selftest")

@@ -88,6 +88,21 @@ def make_run(tmp_path: Path, make_planner: Callable[..., Planner]) -> Callable[.
     return make
 
 
+def test_faults_are_injected_into_a_running_job_by_request(make_run: Callable[..., Run]) -> None:
+    """Catches a fault that goes to the wrong worker or to none, and a request without sense that stops the job."""
+    run = make_run()
+    folder = run.folder / "requests"
+    event = {"event": "kill", "device": "1:2", "step": 6, "phase": "sync"}
+    wishes = {"good": event, "nobody": event | {"device": "9:9"}, "nonsense": {"event": "dance"}, "nothing": None}
+    for name, wish in wishes.items():
+        (folder / f"{name}.json").write_text(json.dumps({"action": "inject", "device": "1:2", "event": wish}))
+    run()
+    assert [(fault.device, fault.step) for fault in run.launcher.struck] == [("1:2", 6)]
+    replies = {name: json.loads((folder / f"{name}.reply.json").read_text()) for name in wishes}
+    assert {name: reply["ok"] for name, reply in replies.items()} == {name: name == "good" for name in wishes}
+    assert "no device 9:9" in replies["nobody"]["text"]
+
+
 def expected_hash(num_steps: int = NUM_STEPS) -> str:
     value = ""
     for step in range(num_steps):

@@ -49,6 +49,16 @@ def test_an_event_strikes_its_device_in_its_step_and_phase_once() -> None:
     assert len(Striker(EVENTS, "0:0").at(6, "forward")) == 1, "without a phase it strikes when the step begins"
 
 
+def test_a_fault_put_into_a_running_job_strikes_at_its_next_phase_once() -> None:
+    """Catches a fault that comes a step too late to be exact, and so never strikes, or that strikes again."""
+    striker = Striker((), "1:2")
+    striker.add({"event": "kill", "device": "1:2", "step": 4, "phase": "backward"})
+    assert striker.at(3, "backward") == ()
+    assert striker.at(6, "forward") == ()
+    assert [event.event for event in striker.at(6, "backward")] == [EventKind.KILL]
+    assert striker.at(6, "backward") == ()
+
+
 def test_in_a_return_the_step_does_not_matter() -> None:
     """Catches an event in the self-test, where the device does not know the step yet, that never strikes."""
     events = Inject().kill("1:2", 8, "selftest").events
