@@ -38,7 +38,7 @@ ErrorCode = Literal[
     "journal",  # the intent could not be recorded, so nothing was written
     "device",  # the device did not do it, or somebody else set it; `devices` says what, one by one
     "unreachable",  # said by the client: no agent there
-    "timeout",  # said by the client: no answer in time
+    "timeout",  # no answer in time; in the agent's log: a caller that did not send or take in time
 ]
 
 State = Literal["free", "leased", "restoring", "given-up"]
