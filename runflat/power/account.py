@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from runflat.power.views import DeviceView, Observation, Reading, Rules
+from runflat.power.views import DeviceView, Observation, Sample, Rules
 
 MOST_MISSES = 2
 """Readings that differ from what was asked for, after which it is given up."""
@@ -73,7 +73,7 @@ def _one(rules: Rules, held: Held | None, device: DeviceView, now: float) -> tup
     return known, [*reasons, problem] if problem else reasons
 
 
-def _trouble(rules: Rules, reading: Reading) -> list[str]:
+def _trouble(rules: Rules, reading: Sample) -> list[str]:
     if reading.alarm:
         return [reading.alarm]
     if reading.margin_c is not None and reading.margin_c < rules.drop_margin_c:
@@ -81,7 +81,7 @@ def _trouble(rules: Rules, reading: Reading) -> list[str]:
     return []
 
 
-def _settle(rules: Rules, held: Held | None, device: DeviceView, reading: Reading) -> tuple[Held, str | None]:
+def _settle(rules: Rules, held: Held | None, device: DeviceView, reading: Sample) -> tuple[Held, str | None]:
     """Compare a reading with what was asked for."""
     most_w = max(reading.requested_w, reading.enforced_w)
     if held is None:
@@ -104,7 +104,7 @@ def _settle(rules: Rules, held: Held | None, device: DeviceView, reading: Readin
     return taken, f"somebody else set its limit to {reading.requested_w:g} W; it is left alone from now on"
 
 
-def _as_asked(rules: Rules, held: Held, device: DeviceView, reading: Reading) -> tuple[Held, str | None]:
+def _as_asked(rules: Rules, held: Held, device: DeviceView, reading: Sample) -> tuple[Held, str | None]:
     """The device has the request; what counts is the limit that is in force."""
     if reading.enforced_w > held.limit_w + rules.tolerance_w:  # on its way down, or somebody overrides it
         if held.misses + 1 < MOST_MISSES:

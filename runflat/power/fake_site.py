@@ -7,7 +7,7 @@ from typing import Literal
 
 from runflat.power.control import PowerState, Verdict, decide
 from runflat.power.curve import PowerCurve, curve_named
-from runflat.power.views import Budget, DeviceView, Observation, Reading, Rules
+from runflat.power.views import Budget, DeviceView, Observation, Sample, Rules
 
 NOMINAL_W = 1000.0
 TP = 4
@@ -27,7 +27,7 @@ class FakeDevice:
     silent: bool = False
     """Readings get old."""
     cap_w: float = 9e9
-    reading: Reading | None = None
+    reading: Sample | None = None
 
 
 @dataclass
@@ -79,7 +79,7 @@ class FakeSite:
         for name, device in self.devices.items():
             replica = int(name[0])
             if not device.silent:
-                device.reading = Reading(
+                device.reading = Sample(
                     at=self.now,
                     requested_w=device.limit_w,
                     enforced_w=min(device.limit_w, device.cap_w),

@@ -151,6 +151,10 @@ class PowerLimits:
         """Speed at a limit over the speed at the nominal one."""
         return self.curve.ratio(limit_w / self.tdp_w, self.nominal_w / self.tdp_w)
 
+    def limit_w(self, speed: float) -> float:
+        """Least limit for a speed over that at the nominal limit; infinite if there is none."""
+        return self.curve.power_for(speed, self.nominal_w / self.tdp_w) * self.tdp_w
+
     def describe(self, found: Reach, wanted: float, lost: int, tp_full: int) -> str:
         """Whether power hides ``lost`` of ``tp_full`` devices, in words with the curve's name and the numbers."""
         top_w = max(found.limits_w)

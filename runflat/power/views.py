@@ -42,7 +42,7 @@ class Rules:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class Sample:
     """What was read of a device: the limit asked for, and the one in force after all limiters."""
 
     at: float
@@ -71,7 +71,7 @@ class DeviceView:
     min_w: float | None = None
     load: float = 0.0
     """Work in a step, in a unit that all devices share."""
-    reading: Reading | None = None
+    reading: Sample | None = None
 
     def cool(self, rules: Rules) -> bool:
         """Whether it has the thermal margin for a raise."""

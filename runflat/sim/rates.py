@@ -192,15 +192,24 @@ class RateTable:
                 line, boost = self.line(lost)
                 assert line is not None
                 devices = num_groups * (self._tp_full - lost)
-                share = min(line.at(sequences) / step_s, 1.0) if running else 0.0
+                seconds, limit_w = self._eased(line.at(sequences), step_s, boost) if running else (0.0, 0.0)
+                share = min(seconds / step_s, 1.0) if running else 0.0
                 working += devices
                 busy += devices * share
                 if running:
-                    boosted += devices if boost.limit_w > self._nominal_w else 0
-                    watts += devices * (boost.limit_w * share + self._nominal_w * IDLE_POWER * (1 - share))
+                    boosted += devices if limit_w > self._nominal_w else 0
+                    watts += devices * (limit_w * share + self._nominal_w * IDLE_POWER * (1 - share))
                 else:
                     watts += devices * self._nominal_w * IDLE_POWER
         return Rates(step_s, total, working, busy, watts, boosted, reduced, capacity)
+
+    def _eased(self, seconds: float, step_s: float, boost: Boost) -> tuple[float, float]:
+        """(seconds, limit) of a boosted device that gets no more power than its share of the batch takes."""
+        if boost.limit_w <= self._nominal_w or seconds >= step_s:
+            return seconds, boost.limit_w
+        assert self._power is not None
+        speed = max(boost.speed * seconds / step_s, 1.0)
+        return seconds * boost.speed / speed, min(self._power.limit_w(speed), boost.limit_w)
 
 
 def split_by_class(

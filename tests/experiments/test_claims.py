@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2] / "experiments"
 DRAWS = {
     "availability": 500,
     "throughput_loss": 60,
+    "power_boost": 30,
     "spare_domains": 200,
     "failed_fraction": 60,
     "blast_radius": 30,

@@ -159,6 +159,7 @@ def test_somebody_elses_watts_are_given_back_to_the_budget() -> None:
     assert any("exceed its 8600 W" in text for text in site.words)
     site.devices["0:1"].limit_w = NOMINAL_W
     site.devices["1:2"].limit_w = 400.0  # it may go back to nominal at any time
+    site.turn()
     site.turn(seconds=1000.0)
     steps(site, 30)
     assert sum(site.limits(1)) <= 8600.0 - 5 * NOMINAL_W + 1e-6

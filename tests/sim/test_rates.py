@@ -86,6 +86,17 @@ def test_boost_hides_what_power_allows_and_is_billed() -> None:
     assert extra_w == pytest.approx(31 * 1000 * ((32 / 30) ** (1 / 0.65) - 1), rel=1e-6)
 
 
+def test_power_that_buys_no_whole_sequence_is_not_spent() -> None:
+    """Catches watts for a replica that would only wait: 1.05x speed is too little for an eighth sequence at TP 30."""
+    limits = PowerLimits(curve=exponent_curve(0.65), tdp_w=1000, nominal_w=1000, max_w=1050)
+    boosted = RateTable(
+        TIMES, tp_full=32, num_sequences=80, local_batch=8, rule=BatchRule.FLEXIBLE, power=limits, boost=True
+    )
+    rates = boosted.rates([HEALTHY, ONE_HIT])
+    assert (rates.sequences, rates.boosted) == (79, 0)
+    assert rates.watts < 1000 * (9 * 256 + 255)
+
+
 def test_waiting_is_the_rest_of_working() -> None:
     """Catches busy devices that exceed those that are there, or waiting that is lost."""
     rates = table(BatchRule.FLEXIBLE).rates([HEALTHY, ONE_HIT])
