@@ -124,7 +124,7 @@ def closed_line(action: Closed) -> str:
         words = "the run ended before the next commit"
     return (
         f"incident {incident.number}: {' and '.join(action.devices) or 'links'} at step {action.step}: "
-        f"{incident.cause}; stood {incident.stopped_s:.2f} s ({phases}){moved}; {words}{first}"
+        f"{incident.cause}; {incident.strategy}; stood {incident.stopped_s:.2f} s ({phases}){moved}; {words}{first}"
     )
 
 
@@ -169,10 +169,13 @@ def incident_to_json(action: Closed) -> dict[str, Any]:
         "number": incident.number,
         "devices": list(action.devices),
         "cause": incident.cause,
+        "strategy": incident.strategy,
+        "words": list(incident.words),
         "step": action.step,
         "phases_s": dict(incident.phases_s),
         "stopped_s": incident.stopped_s,
         "first_commit_s": action.first_commit_s,
         "bytes_moved": incident.bytes_moved,
+        "replayed_steps": incident.replayed_steps,
         "action": action.action,
     }

@@ -154,6 +154,7 @@ def start(turn: Turn, name: str) -> None:
             heard=turn.now,
             since_when=turn.now,
             failures=old.failures,
+            healthy=old.standing is Standing.PARKED,
         )
         turn.set(devices={**turn.state.devices, device: fresh})
         turn.do(Start(device, fresh.incarnation))

@@ -44,7 +44,7 @@ class Meter:
         if not self._ran:
             return Category.START
         if device.standing is Standing.STARTING:
-            return Category.FAILED
+            return Category.IDLE if device.healthy else Category.FAILED
         if state.stage is Stage.FORM:
             return Category.TRANSFER if set(state.members()) <= state.formed else Category.REFORM
         return Category.PRODUCTIVE if state.stage in (Stage.RUN, Stage.FINISHED) else Category.REFORM

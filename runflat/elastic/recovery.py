@@ -9,13 +9,15 @@ from runflat.cluster.ledger import Incident
 from runflat.elastic.actions import Closed, Grew, Opened, Planned, Took, Turn
 from runflat.elastic.messages import Commit, Formed, LowMem, Ready, Running, Status
 from runflat.elastic.orders import Abort, Exit, Go, PlanOrder, Resume, Stop
-from runflat.elastic.state import Disturbance, GrowthStage, Stage, Standing, State
+from runflat.elastic.state import SAME_MEMBERS, Disturbance, GrowthStage, Stage, Standing, State
 from runflat.errors import PlanError
 from runflat.plan.plan import Plan
-from runflat.plan.strategies import Strategy
+from runflat.plan.strategies import Decision, Strategy, handled_by
 
 KEPT_PLANS = 32
 """How many generations back a copy in memory may be."""
+WEIGHTS = {Strategy.SPARE.value: 1, Strategy.NTP.value: 2, Strategy.DROP.value: 3, Strategy.RESTART.value: 4}
+"""Of two links that an incident took, the heavier names it."""
 _PHASE_OF_STAGE = {Stage.START: "start", Stage.ABORT: "abort", Stage.READY: "barrier", Stage.FORM: "transfer"}
 
 
@@ -123,25 +125,33 @@ def replan(turn: Turn) -> None:
         turn.finish(f"{reason}. {_way_on(state)}")
         return
     _adopt(turn, plan, resume, reason)
+    _note_decision(turn, decision, resume.action)
+
+
+def _note_decision(turn: Turn, decision: Decision, action: str) -> None:
+    """`decision` is being carried out: its incident says by which link, and why by none before it."""
+    before, opened = turn.state.decision, turn.state.disturbance
     turn.set(decision=decision)
-    if turn.state.disturbance is not None:
-        words = (*turn.state.disturbance.words, *decision.words)
-        strategy = decision.strategy.value if decision.strategy else "same members"
-        changes = replace(turn.state.disturbance, words=words, strategy=strategy, action=resume.action)
-        turn.set(disturbance=changes)
     for word in decision.words:
         turn.say(word)
+    if opened is not None:
+        link = handled_by(before, decision) if before else decision.strategy
+        links = [opened.strategy, link.value if link else SAME_MEMBERS]
+        strategy = max(links, key=lambda name: WEIGHTS.get(name, 0))
+        words = tuple(dict.fromkeys((*opened.words, *decision.words)))
+        turn.set(disturbance=replace(opened, words=words, strategy=strategy, action=action))
 
 
 def _adopt(turn: Turn, plan: Plan, resume: Resume, reason: str) -> None:
     """Send the plan to its members; whoever is left over goes."""
     state = turn.state
     members = [plan.device(place) for place in plan.places]
-    for name in state.live():
-        if name not in members:
-            surplus = name not in state.leaving
-            turn.send((name,), Exit())
-            turn.device(name, standing=Standing.PARKED, surplus=surplus, holds=-1)
+    over = [name for name in state.live() if name not in members]
+    turn.send(over, Exit())
+    for name in over:
+        turn.device(name, standing=Standing.PARKED, surplus=name not in state.leaving, holds=-1)
+    if waiting := [name for name in over if name not in state.leaving]:
+        turn.say(f"without work until their replica is whole: {', '.join(waiting)}")
     for name in members:
         if state.devices[name].standing is Standing.STANDBY:
             turn.device(name, standing=Standing.ACTIVE)

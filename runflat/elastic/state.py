@@ -51,6 +51,8 @@ class Standing(StrEnum):
     """Failed too often: stays out until a person says return."""
 
 
+SAME_MEMBERS = "same members"
+"""Stands for a link of the chain where nobody has to leave or to come."""
 LIVE = (Standing.ACTIVE, Standing.DRAINING)
 PRESENT = (Standing.STARTING, Standing.STANDBY, *LIVE)
 
@@ -117,6 +119,8 @@ class Device:
     restart_at: float | None = None
     by_word: bool = False
     """Comes back only when a person (or a script) says so."""
+    healthy: bool = False
+    """Starts although it had not failed: its replica becomes whole, or it is a spare."""
     surplus: bool = False
     """Parked because its replica left, so it comes back with it."""
     killed_at: float | None = None
@@ -193,7 +197,8 @@ class Disturbance:
     step: int
     in_flight_s: float
     """Age of the step in flight when the fault was noticed: what a discard repeats."""
-    strategy: str = "ntp"
+    strategy: str = SAME_MEMBERS
+    """Heaviest link of the chain that it took."""
     words: tuple[str, ...] = ()
     phases_s: tuple[tuple[str, float], ...] = ()
     bytes_moved: int = 0

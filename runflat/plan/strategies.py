@@ -194,6 +194,18 @@ class Decision:
     words: tuple[str, ...] = ()
 
 
+def handled_by(before: Decision, after: Decision) -> Strategy | None:
+    """The link that leads from one decision to the next, or None if nobody at work notices."""
+    if before.devices == after.devices and before.shares == after.shares:
+        return None
+    newly_left = set(after.left) - set(before.left)
+    if after.strategy is Strategy.RESTART and any(link is Strategy.RESTART for _, link in newly_left):
+        return Strategy.RESTART
+    if {replica for replica, _ in before.left} != {replica for replica, _ in after.left}:
+        return Strategy.DROP
+    return Strategy.SPARE if before.placement != after.placement else Strategy.NTP
+
+
 SecondsPerSequence = Callable[[int, tuple[int, ...]], float]
 """(replica, its dead slots) -> seconds for one sequence, in any unit that all replicas share."""
 
@@ -245,6 +257,7 @@ def decide(
         place: device for place, device in sorted(seats.items()) if place[0] in shares and health.is_live(device)
     }
     busy = set(devices.values())
+    out = {replica for replica, _ in previous.left} if previous and devices else set()
     used = {choice.strategy for choice in choices.values()} - {None}
     order = (Strategy.RESTART, Strategy.DROP, Strategy.NTP, Strategy.SPARE)
     return Decision(
@@ -256,7 +269,12 @@ def decide(
         idle=tuple(device for device in health.live if device not in busy),
         paused=paused,
         stop=not devices,
-        words=tuple(f"replica {replica}: {word}" for replica, choice in choices.items() for word in choice.words),
+        words=tuple(
+            f"replica {replica}: {word}"
+            for replica, choice in choices.items()
+            for word in choice.words
+            if replica not in out  # it was said when that replica left
+        ),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 
 from runflat.cluster.health import Health
-from runflat.plan.strategies import Chain, Decision, JobFacts, Place, Strategy, decide
+from runflat.plan.strategies import Chain, Decision, JobFacts, Place, Strategy, decide, handled_by
 from runflat.sim.placement import Change
 from runflat.sim.rates import Rates, ReplicaClass
 from runflat.sim.times import Line
@@ -38,15 +38,7 @@ class Decided:
         changed = gone.union(devices) if failed else gone.difference(devices)
         self._health = Health(self._health.devices, changed)
         before, self.decision = self.decision, self._decide(self.decision)
-        after = self.decision
-        if before.devices == after.devices and before.shares == after.shares:
-            return None
-        newly_left = set(after.left) - set(before.left)
-        if any(link is Strategy.RESTART for _, link in newly_left):
-            return Strategy.RESTART
-        if newly_left or (not failed and set(before.left) - set(after.left)):
-            return Strategy.DROP
-        return Strategy.SPARE if before.placement != after.placement else Strategy.NTP
+        return handled_by(before, self.decision)
 
     def _decide(self, previous: Decision | None) -> Decision:
         slots = self._facts.tp_full * self._facts.pp

@@ -104,6 +104,12 @@ def live_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def live_class() -> type[Live]:
+    """Returns the class of starters, for runs that several tests share."""
+    return Live
+
+
 @pytest.fixture
 def live(tmp_path: Path, live_text: Path) -> Live:
     """Returns a starter of runs."""

@@ -1,0 +1,61 @@
+"""Each strategy on real processes: whoever leaves, waits or starts again, the run is the one that lost nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from runflat.check.diff import compare
+from runflat.check.live import Watch
+from runflat.train.checkpoint import newest_checkpoint
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
+
+STEPS = 12
+LAYOUT = f"--layout.tp 2 --layout.replicas 2 --train.global-batch 8 --train.steps {STEPS}"
+EXACT = "--train.dtype float64 --train.lift-casts"
+PACED = "--devices emulated --device.rate-tflops 1.5e-4"
+"""Steps of a quarter of a second, so that a device has the time to come back."""
+LOSS = {"event": "kill", "device": "1:1", "step": 3, "phase": "backward"}
+RETURN = {"event": "return", "device": "1:1", "step": 4}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, live_text: Any, live_class: Any) -> Watch:
+    """The run without failure."""
+    ran = live_class(tmp_path_factory.mktemp("whole"), live_text).train("whole", f"{LAYOUT} {EXACT}")
+    assert (ran.code, ran.error) == (0, None)
+    watch: Watch = ran.watch
+    return watch
+
+
+def check_same(hurt: Watch, whole: Watch) -> None:
+    """Weights, samples and steps are those of the run without failure; every device-second is in the ledger."""
+    ends = [newest_checkpoint(watch.run, pytest.fail) for watch in (whole, hurt)]
+    assert [end.progress.step for end in ends] == [STEPS, STEPS]
+    assert compare(*ends).whole("weight") <= 1e-11
+    summary = hurt.summary()
+    assert summary["sample_hash"] == whole.summary()["sample_hash"]
+    assert [row["step"] for row in hurt.steps()] == list(range(STEPS))
+    num_devices = len(hurt.devices())
+    assert sum(summary["device_s"].values()) == pytest.approx(num_devices * summary["wall_s"], rel=1e-6)
+
+
+def shares(watch: Watch) -> list[dict[int, int]]:
+    """Sequences by replica of each step."""
+    return [{r["replica"]: r["num_samples"] for r in row["replicas"]} for row in watch.steps()]
+
+
+def test_drop(live: Any, whole: Watch) -> None:
+    """Catches a hit replica that goes on, loses a committed step as it leaves, or does not come back whole."""
+    ran = live.train("drop", f"{LAYOUT} {EXACT} {PACED} --on-failure drop", [LOSS, RETURN])
+    assert (ran.code, ran.error) == (0, None)
+    check_same(ran.watch, whole)
+    (incident,) = ran.summary["incidents"]
+    assert (incident["strategy"], incident["devices"]) == ("drop", ["1:1"])
+    assert shares(ran.watch)[3] == {0: 8}
+    (change,) = ran.summary["changes"]
+    assert change["joined"] == ["1:0", "1:1"]
+    assert shares(ran.watch)[-1] == {0: 4, 1: 4}
+    assert ran.summary["device_s"]["idle"] > 0
