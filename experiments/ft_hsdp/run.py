@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from runflat.plan.strategies import BatchRule
+from runflat.plan.batch import BatchRule
 from runflat.report.claims import Claim, Row, figure, line, near, save_claim
 from runflat.sim.closed_form import replica_out_goodput, restart_goodput
 from runflat.sim.config import ClusterConfig, JobConfig, RecoveryConfig, SimConfig

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from runflat.plan.strategies import BatchRule
+from runflat.plan.batch import BatchRule
 from runflat.report.claims import Claim, Row, above, figure, line, near, save_claim
 from runflat.sim.config import ClusterConfig, JobConfig, PowerConfig, RecoveryConfig, SimConfig
 from runflat.sim.experiment import healthy_sequences_per_s, simulate

@@ -12,7 +12,7 @@ import tyro
 from runflat.cluster.ledger import GOODPUT_NAMES
 from runflat.commands.origin import origin
 from runflat.errors import ConfigError
-from runflat.plan.strategies import BatchRule
+from runflat.plan.batch import BatchRule
 from runflat.sim.config import SimConfig, checked, load_config, parse_candidate
 from runflat.sim.experiment import fallen_through, run_all
 from runflat.sim.perf_times import job_times

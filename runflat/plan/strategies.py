@@ -8,12 +8,12 @@ replica and the words as frozen data. Nothing here acts.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from runflat.cluster.health import Health
 from runflat.errors import ConfigError
-from runflat.plan.batch import split_batch
+from runflat.plan.batch import BatchRule, share_batch
 
 Place = tuple[int, int]
 """(replica, slot); with pipeline stages the slots count through the stages."""
@@ -30,17 +30,6 @@ class Strategy(StrEnum):
     """The hit replica leaves, the others take its sequences."""
     RESTART = "restart"
     """All stop; full replicas start again from the newest checkpoint."""
-
-
-class BatchRule(StrEnum):
-    """What becomes of the global batch when replicas are hit."""
-
-    CONSTANT = "constant"
-    """Sequences are redistributed and steps get longer."""
-    CAPPED = "capped"
-    """Each replica has a limit; training pauses while the limits do not add up to the batch."""
-    FLEXIBLE = "flexible"
-    """Hit replicas do fewer sequences and the batch shrinks."""
 
 
 Chain = tuple[Strategy, ...]
@@ -233,31 +222,58 @@ def decide(
         has_holders: Whether the units of a replica's dead slots live elsewhere.
         previous: The decision in force; without it nobody waits for a restart and no spare stands in a slot.
     """
-    seats: dict[Place, str] = dict(previous.placement if previous else placement)
-    waiting = {replica for replica, link in previous.left if link is Strategy.RESTART} if previous else set()
-    spares = [device for device in health.live if device not in set(seats.values())]
-    choices = _choices(job, health, chain, seats, spares, waiting, fits_memory, has_holders)
-    restarting = any(choice.strategy is Strategy.RESTART for replica, choice in choices.items())
-    left: dict[int, Strategy] = {}
-    for replica in range(job.num_replicas):
-        dead = _dead_slots(job, health, seats, replica)
-        choice = choices.get(replica)
-        if choice is not None and choice.strategy is None:
-            left[replica] = chain[-1]
-        elif choice is not None and choice.strategy in (Strategy.DROP, Strategy.RESTART):
-            left[replica] = choice.strategy
-        elif replica in waiting and (dead or not restarting):
-            left[replica] = Strategy.RESTART
+    asked = _Question(
+        job=job,
+        health=health,
+        chain=chain,
+        placement=previous.placement if previous else tuple(placement.items()),
+        seconds=seconds or _proportional(job),
+        fits_memory=fits_memory,
+        has_holders=has_holders,
+        left=dict(previous.left) if previous else {},
+    )
+    decision = _answer(asked)
+    if decision.stop and job.has_checkpoint:
+        # Nobody can go on from live state. From a checkpoint all can, and then it does not matter who holds what.
+        anew = _answer(replace(asked, has_holders=lambda replica, dead: True))
+        if not anew.stop:
+            return replace(anew, words=tuple(dict.fromkeys((*decision.words, *anew.words))))
+    return decision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Question:
+    """All that a decision depends on."""
+
+    job: JobFacts
+    health: Health
+    chain: Chain
+    placement: tuple[tuple[Place, str], ...]
+    seconds: SecondsPerSequence
+    fits_memory: Callable[[int], bool]
+    has_holders: Callable[[int, tuple[int, ...]], bool]
+    left: Mapping[int, Strategy]
+    """Replicas that did not work before, and the link by which they left."""
+
+    @property
+    def waiting(self) -> set[int]:
+        """Replicas that only a restart takes in."""
+        return {replica for replica, link in self.left.items() if link is Strategy.RESTART}
+
+
+def _answer(asked: _Question) -> Decision:
+    job, health, seats = asked.job, asked.health, dict(asked.placement)
+    choices = _choices(asked, seats)
+    left = _leaving(asked, choices, seats)
     working = [replica for replica in range(job.num_replicas) if replica not in left]
-    shares, paused = _shares(job, health, seats, working, seconds or _proportional(job))
-    for replica in [replica for replica in working if not shares[replica]]:
+    shares, paused = _shares(job, health, seats, working, asked.seconds)
+    for replica in [replica for replica in working if not shares[replica] and not paused]:
         left[replica] = Strategy.DROP
         del shares[replica]
     devices = {
         place: device for place, device in sorted(seats.items()) if place[0] in shares and health.is_live(device)
     }
     busy = set(devices.values())
-    out = {replica for replica, _ in previous.left} if previous and devices else set()
     used = {choice.strategy for choice in choices.values()} - {None}
     order = (Strategy.RESTART, Strategy.DROP, Strategy.NTP, Strategy.SPARE)
     return Decision(
@@ -273,23 +289,31 @@ def decide(
             f"replica {replica}: {word}"
             for replica, choice in choices.items()
             for word in choice.words
-            if replica not in out  # it was said when that replica left
+            if replica not in asked.left or not devices  # else it was said when that replica left
         ),
     )
 
 
-def _choices(
-    job: JobFacts,
-    health: Health,
-    chain: Chain,
-    seats: dict[Place, str],
-    spares: list[str],
-    waiting: set[int],
-    fits_memory: Callable[[int], bool],
-    has_holders: Callable[[int, tuple[int, ...]], bool],
-) -> dict[int, Choice]:
-    """The choice for each hit replica that is not out already; seats spares, and takes them off ``spares``."""
-    hit = {replica: _dead_slots(job, health, seats, replica) for replica in range(job.num_replicas)}
+def _leaving(asked: _Question, choices: Mapping[int, Choice], seats: Mapping[Place, str]) -> dict[int, Strategy]:
+    """Replicas that do not work, and why."""
+    restarting = any(choice.strategy is Strategy.RESTART for choice in choices.values())
+    left: dict[int, Strategy] = {}
+    for replica in range(asked.job.num_replicas):
+        choice = choices.get(replica)
+        if choice is not None and choice.strategy is None:
+            left[replica] = asked.chain[-1]
+        elif choice is not None and choice.strategy in (Strategy.DROP, Strategy.RESTART):
+            left[replica] = choice.strategy
+        elif replica in asked.waiting and (not restarting or _dead_slots(asked.job, asked.health, seats, replica)):
+            left[replica] = Strategy.RESTART
+    return left
+
+
+def _choices(asked: _Question, seats: dict[Place, str]) -> dict[int, Choice]:
+    """The choice for each hit replica that is not out already; seats spares."""
+    job, chain, waiting = asked.job, asked.chain, asked.waiting
+    spares = [device for device in asked.health.live if device not in set(seats.values())]
+    hit = {replica: _dead_slots(job, asked.health, seats, replica) for replica in range(job.num_replicas)}
     going = {replica for replica in hit if not hit[replica] and replica not in waiting}
     choices: dict[int, Choice] = {}
     for replica, dead in hit.items():
@@ -306,8 +330,8 @@ def _choices(
                 degree=degree,
                 num_dead=len(dead),
                 num_free_spares=len(spares),
-                fits_memory=fits_memory(degree),
-                has_holders=has_holders(replica, dead),
+                fits_memory=asked.fits_memory(degree),
+                has_holders=asked.has_holders(replica, dead),
                 num_others=len(reducible - {r for r, c in choices.items() if c.strategy in (None, Strategy.DROP)}),
                 num_full=sum(not slots for slots in hit.values()),
                 has_checkpoint=job.has_checkpoint,
@@ -342,35 +366,6 @@ def _shares(
     per_sequence = [seconds(replica, _dead_slots(job, health, seats, replica)) for replica in working]
     # What a full replica would need: the fastest one here may itself be reduced.
     full_s = min(*per_sequence, seconds(working[0], ()))
-    counts, paused = share_batch(job, per_sequence, full_s)
-    return dict(zip(working, counts, strict=True)), paused
-
-
-def share_batch(job: JobFacts, seconds_per_sequence: Sequence[float], full_s: float) -> tuple[tuple[int, ...], bool]:
-    """Sequences of each replica under the job's batch rule, and whether it must pause.
-
-    Args:
-        job: Facts of the job.
-        seconds_per_sequence: Seconds of one sequence on each working replica.
-        full_s: The same for a full replica.
-    """
-    if job.rule is BatchRule.CONSTANT:
-        return split_batch(job.num_sequences, seconds_per_sequence), False
     cap = job.even_share if job.cap is None or job.rule is BatchRule.FLEXIBLE else job.cap
-    # A replica's limit is what it finishes in the time that a full one needs for the cap; 1e-9 forgives rounding.
-    limits = tuple(int(cap * full_s / seconds + 1e-9) for seconds in seconds_per_sequence)
-    if job.rule is BatchRule.FLEXIBLE:
-        # Where the batch does not divide, some healthy replicas do one fewer; the batch never exceeds the target.
-        surplus = max(sum(limits) - job.num_sequences, 0)
-        return tuple(limit - (index < surplus) for index, limit in enumerate(limits)), False
-    return _fill(job.num_sequences, seconds_per_sequence, limits), sum(limits) < job.num_sequences
-
-
-def _fill(num_sequences: int, seconds_per_sequence: Sequence[float], limits: Sequence[int]) -> tuple[int, ...]:
-    """Like `split_batch`, but no replica exceeds its limit; stops when all are full."""
-    wished = split_batch(num_sequences, seconds_per_sequence)
-    counts = [min(wish, limit) for wish, limit in zip(wished, limits, strict=True)]
-    while sum(counts) < min(num_sequences, sum(limits)):
-        open_ = [index for index, limit in enumerate(limits) if counts[index] < limit]
-        counts[min(open_, key=lambda index: (counts[index] + 1) * seconds_per_sequence[index])] += 1
-    return tuple(counts)
+    counts, paused = share_batch(job.rule, job.num_sequences, cap, per_sequence, full_s)
+    return dict(zip(working, counts, strict=True)), paused

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from runflat.plan.strategies import BatchRule, Strategy
+from runflat.plan.batch import BatchRule
+from runflat.plan.strategies import Strategy
 from runflat.sim.config import SimConfig, parse_candidate
 from runflat.sim.experiment import CandidateResult, run_all
 from runflat.sim.spares import SpareNeed, spare_domains_for

@@ -12,7 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from runflat.cluster.ledger import Category
 from runflat.cluster.topology import Topology
 from runflat.errors import ConfigError
-from runflat.plan.strategies import BatchRule, Chain, Strategy, parse_chain
+from runflat.plan.batch import BatchRule
+from runflat.plan.strategies import Chain, Strategy, parse_chain
 from runflat.power.curve import PowerCurve, curve_named
 from runflat.power.reach import PowerLimits
 from runflat.sim.job import Costs, Phases

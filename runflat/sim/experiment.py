@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from runflat.cluster.ledger import Category, Ledger
-from runflat.plan.strategies import BatchRule, Chain, Choice, Hit, Strategy, choose, reduced_degree
+from runflat.plan.batch import BatchRule
+from runflat.plan.strategies import Chain, Choice, Hit, Strategy, choose, reduced_degree
 from runflat.sim.arrange import Arrangement, Full, Packed, Placed, Seats
 from runflat.sim.config import SimConfig, parse_candidate
 from runflat.sim.engine import Engine

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from runflat.errors import ConfigError
-from runflat.plan.strategies import BatchRule
+from runflat.plan.batch import BatchRule
 from runflat.sim.config import ClusterConfig, JobConfig, PowerConfig, RecoveryConfig, SimConfig
 from runflat.traces.generate import (
     LLAMA3_DEVICE_DAYS,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from runflat.plan.strategies import BatchRule
+from runflat.plan.batch import BatchRule
 from runflat.power.reach import PowerLimits
 from runflat.sim.times import Line, Times
 

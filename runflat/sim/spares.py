@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from runflat.errors import ConfigError
-from runflat.plan.strategies import BatchRule
+from runflat.plan.batch import BatchRule
 from runflat.sim.config import SimConfig, parse_candidate
 from runflat.sim.experiment import run_all
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from runflat.plan.strategies import BatchRule
+from runflat.plan.batch import BatchRule
 from runflat.sim.config import SimConfig, parse_candidate
 from runflat.sim.experiment import Band, band, build_job, healthy_sequences_per_s
 from runflat.sim.times import Times

@@ -4,8 +4,8 @@ from hypothesis import strategies as st
 
 from runflat.cluster.health import Health
 from runflat.errors import ConfigError
+from runflat.plan.batch import BatchRule, share_batch
 from runflat.plan.strategies import (
-    BatchRule,
     Decision,
     Hit,
     JobFacts,
@@ -15,7 +15,6 @@ from runflat.plan.strategies import (
     decide,
     parse_chain,
     reduced_degree,
-    share_batch,
 )
 
 FULL = parse_chain("spare,ntp,drop,restart")
@@ -161,14 +160,14 @@ def test_a_pipeline_counts_its_most_hit_stage() -> None:
         (BatchRule.CAPPED, 10, (1.0, 4 / 3), (9, 7), False),
         (BatchRule.CAPPED, 10, (1.0, 2.0), (10, 5), True),
         (BatchRule.FLEXIBLE, None, (1.0, 1.0), (8, 8), False),
+        (BatchRule.FLEXIBLE, 1, (2.0, 4 / 3), (0, 1), False),
     ],
 )
 def test_batch_rules(
     rule: BatchRule, cap: int | None, seconds: tuple[float, ...], shares: tuple[int, ...], paused: bool
 ) -> None:
     """Catches a rule that changes the batch when it may not, or that never pauses."""
-    job = JobFacts(num_replicas=2, tp_full=4, num_sequences=16, rule=rule, cap=cap)
-    assert share_batch(job, seconds, 1.0) == (shares, paused)
+    assert share_batch(rule, 16, 8 if cap is None else cap, seconds, 1.0) == (shares, paused)
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2)), max_size=12), st.integers(0, 2))

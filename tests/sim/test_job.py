@@ -7,7 +7,8 @@ import pytest
 from runflat.cluster.events import parse_events
 from runflat.cluster.ledger import Category
 from runflat.errors import TraceError
-from runflat.plan.strategies import BatchRule, Strategy
+from runflat.plan.batch import BatchRule
+from runflat.plan.strategies import Strategy
 from runflat.sim.config import ClusterConfig, JobConfig, RecoveryConfig, SimConfig
 from runflat.sim.experiment import build_job, run_all, simulate
 from runflat.sim.replay import replay

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runflat.plan.strategies import BatchRule
+from runflat.plan.batch import BatchRule
 from runflat.sim.config import ClusterConfig, JobConfig, PowerConfig, RecoveryConfig, SimConfig
 from runflat.sim.experiment import make_trace, run_all, simulate
 from runflat.sim.job import Totals

@@ -2,8 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runflat.plan.batch import split_batch
-from runflat.plan.strategies import BatchRule
+from runflat.plan.batch import BatchRule, split_batch
 from runflat.power.curve import exponent_curve
 from runflat.power.reach import PowerLimits
 from runflat.sim.rates import RateTable, ReplicaClass, split_by_class

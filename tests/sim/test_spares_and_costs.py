@@ -5,7 +5,7 @@ import pytest
 
 from runflat.cluster.ledger import Incident, append_json_line
 from runflat.errors import ConfigError, TraceError
-from runflat.plan.strategies import BatchRule
+from runflat.plan.batch import BatchRule
 from runflat.sim.advise import advice_text, advise
 from runflat.sim.config import RecoveryConfig
 from runflat.sim.measured import measured_recovery, read_incidents
