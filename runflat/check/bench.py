@@ -53,19 +53,29 @@ def arguments(text: str, folder: Path) -> argparse.ArgumentParser:
     return parser
 
 
-def report(out: Path, title: str, text: str, rows: Sequence[tuple[str, str, str]], data: Mapping[str, Any]) -> None:
-    """Write result.json and README.md into `out`. `rows` are (what, measured, wanted)."""
+def report(
+    out: Path,
+    title: str,
+    text: str,
+    rows: Sequence[tuple[str, ...]],
+    data: Mapping[str, Any],
+    *,
+    header: Sequence[str] = ("", "measured", "wanted"),
+    versions: Mapping[str, str] | None = None,
+) -> None:
+    """Write result.json and README.md into `out`; `header` names the columns, `versions` more packages."""
     facts = machine()
+    facts["versions"] |= versions or {}
     script = Path(sys.argv[0])
     command = f"python benchmarks/{script.parent.name}/{script.name} {' '.join(sys.argv[1:])}".strip()
     out.mkdir(parents=True, exist_ok=True)
     whole = {"command": command, "load_average": os.getloadavg(), "machine": facts, **data}
     (out / "result.json").write_text(json.dumps(whole, indent=2) + "\n")
-    versions = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
-    table = "\n".join(f"| {what} | {measured} | {wanted} |" for what, measured, wanted in rows)
+    named = ", ".join(f"{name} {number}" for name, number in facts["versions"].items())
+    table = "\n".join(f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows))
     page = (
-        f"# {title}\n\n{text}\n\n| | measured | wanted |\n|---|---|---|\n{table}\n\n"
-        f"`{command}` on {facts['cores']} cores of {facts['cpu']}, {facts['memory_gb']:.0f} GB, {versions}. All "
+        f"# {title}\n\n{text}\n\n{table}\n\n"
+        f"`{command}` on {facts['cores']} cores of {facts['cpu']}, {facts['memory_gb']:.0f} GB, {named}. All "
         f"numbers are in `result.json`.\n"
     )
     (out / "README.md").write_text(page)
