@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from runflat.power.views import DeviceView, Observation, Sample, Rules
+from runflat.power.views import DeviceView, Observation, Rules, Sample
 
 MOST_MISSES = 2
 """Readings that differ from what was asked for, after which it is given up."""

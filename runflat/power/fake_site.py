@@ -7,7 +7,7 @@ from typing import Literal
 
 from runflat.power.control import PowerState, Verdict, decide
 from runflat.power.curve import PowerCurve, curve_named
-from runflat.power.views import Budget, DeviceView, Observation, Sample, Rules
+from runflat.power.views import Budget, DeviceView, Observation, Rules, Sample
 
 NOMINAL_W = 1000.0
 TP = 4
