@@ -50,6 +50,7 @@ LEAST_WAIT_S = 0.001
 DEVICES_EVERY_S = 0.5
 """Least time between two versions of devices.json, except at a change."""
 LEDGER_EVERY_S = 30.0
+SCORE_EVERY_S = 1.0
 GRACE_S = 2.0
 """At the end: how long workers that were told to leave may take."""
 BY_SCRIPT = "script"
@@ -123,7 +124,8 @@ class Controller:
         """Stopped devices, and when they are to be woken."""
         self._interrupts = 0
         self._waiting: str | None = None
-        self._last = {"tick": 0.0, "devices": -1.0, "ledger": 0.0}
+        self._last = {"tick": 0.0, "devices": -1.0, "ledger": 0.0, "score": 0.0}
+        self._score: dict[str, Any] = {}
 
     @property
     def now(self) -> float:
@@ -154,7 +156,7 @@ class Controller:
             workers.close(grace_s)
             self._wall_s = self.now
             self.meter.advance(self.state, self._wall_s)
-            self.journal.devices(self.state, {}, self._wall_s)
+            self.journal.devices(self.state, {}, self._wall_s, self._standing(self._wall_s))
             self.journal.ledger(self.meter.ledger, self._wall_s)
             if self.books.plans:
                 self.books.settle(self.state.committed, self.state.scalars, max(self.books.plans), self._wall_s)
@@ -265,7 +267,8 @@ class Controller:
             self.view.waiting(text)
         if now - self._last["devices"] >= DEVICES_EVERY_S or self._last["devices"] < 0:
             self._last["devices"] = now
-            self.journal.devices(self.state, {name: workers.pid(name) for name in self.state.devices}, now)
+            pids = {name: workers.pid(name) for name in self.state.devices}
+            self.journal.devices(self.state, pids, now, self._standing(now))
         if now - self._last["ledger"] >= LEDGER_EVERY_S:
             self._last["ledger"] = now
             self.journal.ledger(self.meter.ledger, now)
@@ -348,11 +351,20 @@ class Controller:
         if self.setting.no_goodput is not None:
             return None, self.setting.no_goodput
         step_s, source = self.healthy_step_s()
-        if step_s is None or not self._wall_s:
+        wall_s = self._wall_s or self.now
+        if step_s is None or not wall_s:
             return None, source
         batch = self.setting.state.planner.job.num_sequences
         steps = (self.books.num_samples - self.books.first_sample) / batch
-        return steps * step_s / self._wall_s, source
+        return steps * step_s / wall_s, source
+
+    def _standing(self, now: float) -> Mapping[str, Any]:
+        """How the job stands, for devices.json; goodput is taken anew every `SCORE_EVERY_S`, for it costs a sort."""
+        if now - self._last["score"] >= SCORE_EVERY_S:
+            self._last["score"] = now
+            goodput, reason = self.goodput()
+            self._score = {"goodput": goodput, "goodput_reason": reason, "healthy_step_s": self.healthy_step_s()[0]}
+        return {"waiting": self._waiting, **self._score, "device_s": self.meter.ledger.to_json()}
 
     def healthy_step_s(self) -> tuple[float | None, str | None]:
         """Seconds of a step under the full plan, and where they come from if this run did not show them."""

@@ -50,9 +50,9 @@ class Journal:
         """Record where the time went so far."""
         append_json_line(self._events, {"record": "ledger", "time_s": now, "device_s": ledger.to_json()})
 
-    def devices(self, state: State, pids: Mapping[str, int | None], now: float) -> None:
-        """Write devices.json."""
-        write_whole(self._run / "devices.json", devices_to_json(state, pids, now))
+    def devices(self, state: State, pids: Mapping[str, int | None], now: float, job: Mapping[str, Any]) -> None:
+        """Write devices.json; `job` is what else is to be said of the job."""
+        write_whole(self._run / "devices.json", {**job, **devices_to_json(state, pids, now)})
 
 
 def plan_path(run: Path, generation: int) -> Path:

@@ -93,7 +93,6 @@ class LedgerRow:
     time_s: float
     session: int
     device_s: tuple[tuple[str, float], ...]
-    goodput: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

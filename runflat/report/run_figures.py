@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from runflat.cluster.ledger import GOODPUT_NAMES, Category
 from runflat.report.chart import Bar, Bars, Fall, Figure, Line, Lines, Mark, Waterfall, people
-from runflat.report.records import ChangeRow, IncidentRow, Step
+from runflat.report.records import ChangeRow, IncidentRow, Step, number
 from runflat.report.run_files import RunData
 
 PHASE_COLORS = (
@@ -125,30 +125,25 @@ def tokens_figure(data: RunData) -> Figure | None:
 
 def goodput_figure(data: RunData) -> Figure | None:
     """Goodput so far, over time, by the run's own formula; None where the run gives no goodput."""
-    goodput, healthy_s = data.goodput, data.summary.get("healthy_step_s")
-    if goodput is None or not isinstance(healthy_s, int | float) or not data.steps or len(data.plans) == 0:
-        return _ledger_goodput(data)
+    goodput, healthy_s = data.goodput, number(data.books, "healthy_step_s")
+    if goodput is None or healthy_s is None or not data.steps or not data.global_batch:
+        return None
     start = data.starts_s[-1]
-    steps = [step for step in data.steps if step.time_s > start]
-    batch = sum(replica.num_sequences for replica in data.plans[min(data.plans)].replicas)
-    done, x, y = 0.0, [], []
-    for step in steps:
-        done += step.num_samples / batch
-        x.append(step.time_s)
-        y.append(done * healthy_s / (step.time_s - start))
-    wall_s = data.summary.get("wall_s")
-    if isinstance(wall_s, int | float):
+    batch = data.global_batch
+    done = 0.0
+    x: list[float] = []
+    y: list[float | None] = []
+    for step in data.steps:
+        if step.time_s > start:
+            done += step.num_samples / batch
+            x.append(step.time_s)
+            y.append(done * healthy_s / (step.time_s - start))
+    end_s = number(data.summary, "wall_s")
+    if end_s is not None:
         # The last point is the books' own number, over the whole time of the session.
-        x.append(start + wall_s)
+        x.append(start + end_s)
         y.append(goodput)
     return _goodput_lines(data, tuple(x), tuple(y))
-
-
-def _ledger_goodput(data: RunData) -> Figure | None:
-    rows = [row for row in data.ledgers if row.goodput is not None]
-    if not rows:
-        return None
-    return _goodput_lines(data, tuple(row.time_s for row in rows), tuple(row.goodput for row in rows))
 
 
 def _goodput_lines(data: RunData, x: tuple[float, ...], y: tuple[float | None, ...]) -> Figure:

@@ -75,6 +75,14 @@ class RunData:
         return min(steps, stop_after) if isinstance(stop_after, int) and stop_after else int(steps)
 
     @property
+    def global_batch(self) -> int:
+        """Sequences of a whole step, of the configuration or of the first plan; 0 if neither is there."""
+        train = self.config.get("train")
+        if isinstance(train, Mapping) and isinstance(train.get("global_batch"), int):
+            return int(train["global_batch"])
+        return sum(part.num_sequences for part in self.plans[min(self.plans)].replicas) if self.plans else 0
+
+    @property
     def layout(self) -> tuple[int, int]:
         """(full degree, replicas) of the configuration, or of the first plan; (0, 0) if neither is there."""
         layout = self.config.get("layout")
@@ -87,18 +95,20 @@ class RunData:
 
     @property
     def ledger(self) -> tuple[tuple[str, float], ...]:
-        """Device-seconds by category of the last session: of summary.json, else of the newest ledger."""
-        last = self.summary.get("device_s")
-        if isinstance(last, Mapping) and last:
-            return parts(self.summary, "device_s")
+        """Device-seconds by category of the last session: of its books, else of the newest ledger in events.jsonl."""
+        if self.books.get("device_s"):
+            return parts(self.books, "device_s")
         return self.ledgers[-1].device_s if self.ledgers else ()
+
+    @property
+    def books(self) -> Mapping[str, Any]:
+        """Where the run's books are: summary.json at the end, devices.json until then."""
+        return self.summary or self.devices
 
     @property
     def goodput(self) -> float | None:
         """Goodput as the run's books give it."""
-        if self.summary:
-            return number(self.summary, "goodput")
-        return self.ledgers[-1].goodput if self.ledgers else None
+        return number(self.books, "goodput")
 
     @property
     def wall_s(self) -> float:
@@ -274,11 +284,7 @@ class RunFiles:
         elif kind == "ledger":
             time_s = needed(row, "time_s")
             session = file.session(time_s)
-            self._ledgers.append(
-                LedgerRow(
-                    time_s=time_s, session=session, device_s=parts(row, "device_s"), goodput=number(row, "goodput")
-                )
-            )
+            self._ledgers.append(LedgerRow(time_s=time_s, session=session, device_s=parts(row, "device_s")))
         elif kind in ("plan", "took"):
             time_s, generation = needed(row, "time_s"), whole(row, "generation")
             text = str(row.get("reason", "in force"))

@@ -129,9 +129,10 @@ def run_tiles(data: RunData) -> tuple[Tile, ...]:
     """The numbers up front of a run, as its own files give them."""
     tiles = []
     goodput = data.goodput
-    reason = data.summary.get("goodput_reason") or data.devices.get("goodput_reason")
+    reason = data.books.get("goodput_reason")
     if goodput is not None:
-        tiles.append(Tile("goodput", f"{100 * goodput:.1f} %", "of all tokens that were possible"))
+        why = reason if isinstance(reason, str) else "of all tokens that were possible"
+        tiles.append(Tile("goodput", f"{100 * goodput:.1f} %", why))
     elif isinstance(reason, str):
         tiles.append(Tile("goodput", "none", reason))
     done = data.summary.get("step", data.devices.get("step"))
