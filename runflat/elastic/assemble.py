@@ -100,7 +100,7 @@ def assemble(
         generation=_next_generation(run, checkpoint),
         start_step=start.step,
         checkpoint=str(checkpoint.folder) if checkpoint else None,
-        by_word=told_to_return(events),
+        scripted=told_to_return(events),
         network=network,
     )
     facts = RunFacts(

@@ -31,7 +31,7 @@ def lose(turn: Turn, name: str, cause: str, *, gone: bool) -> None:
     device = state.devices[name]
     failures = device.failures + 1
     out = failures >= state.limits.max_losses
-    stays = out or device.by_word or not state.limits.auto_return or state.stop_asked
+    stays = out or device.by_word or device.scripted or not state.limits.auto_return or state.stop_asked
     turn.device(
         name,
         standing=Standing.OUT if out else Standing.LOST,
@@ -154,6 +154,7 @@ def start(turn: Turn, name: str) -> None:
             heard=turn.now,
             since_when=turn.now,
             failures=old.failures,
+            scripted=old.scripted,
             healthy=old.standing is Standing.PARKED,
         )
         turn.set(devices={**turn.state.devices, device: fresh})

@@ -32,7 +32,7 @@ def first_state(
     generation: int = 0,
     start_step: int = 0,
     checkpoint: str | None = None,
-    by_word: Collection[str] = (),
+    scripted: Collection[str] = (),
     network: Mapping[str, Any] | None = None,
 ) -> State:
     """The state before anything has happened; feed it `Begin`.
@@ -45,15 +45,17 @@ def first_state(
         generation: number of the first plan.
         start_step: step at which the run starts.
         checkpoint: folder from which it starts, None for fresh weights.
-        by_word: devices that come back only when told to, as those that a script strikes.
+        scripted: devices that a script strikes: they come back when it says so.
         network: passed to the workers with each plan.
     """
     devices = {}
     for name in planner.devices:
         standing = Standing.LOST if name in dead else Standing.STARTING
-        told = name in by_word or name in dead
         cause = "dead from the start" if name in dead else ""
-        devices[name] = Device(name, standing, 0.0, by_word=told, cause=cause, present=name not in dead)
+        gone = name in dead
+        devices[name] = Device(
+            name, standing, 0.0, by_word=gone, scripted=name in scripted, cause=cause, present=not gone
+        )
     return State(
         planner=planner,
         limits=limits,

@@ -118,7 +118,9 @@ class Device:
     failures: int = 0
     restart_at: float | None = None
     by_word: bool = False
-    """Comes back only when a person (or a script) says so."""
+    """Comes back only when a person says so."""
+    scripted: bool = False
+    """A script strikes it, and says when it comes back, each time."""
     healthy: bool = False
     """Starts although it had not failed: its replica becomes whole, or it is a spare."""
     surplus: bool = False

@@ -50,10 +50,12 @@ def toy_planner(tp: int = 4, replicas: int = 2, num_sequences: int = 8, **fields
     return Planner(spec=toy_spec(), job=job, placement=placement, seq_len=SEQ_LEN, bytes_per_element=12, **fields)
 
 
-def toy_world(*faults: Fault, num_steps: int = 40, dead: tuple[str, ...] = (), **fields: Any) -> World:
+def toy_world(
+    *faults: Fault, num_steps: int = 40, dead: tuple[str, ...] = (), scripted: tuple[str, ...] = (), **fields: Any
+) -> World:
     """A world of toy workers. `limits` are those of the protocol; other fields go to the planner."""
     limits = Limits(**{**SHORT, **fields.pop("limits", {})})
-    state = first_state(toy_planner(**fields), limits, secret="secret", dead=dead)
+    state = first_state(toy_planner(**fields), limits, secret="secret", dead=dead, scripted=scripted)
     return World(state, FakeLauncher(num_steps, faults))
 
 

@@ -170,6 +170,17 @@ def test_a_stop_reaches_all_and_survives_a_fault(make_world: Callable[..., World
     assert world.state.committed < world.launcher.num_steps
 
 
+def test_who_a_script_strikes_comes_back_when_the_script_says_so_each_time(make_world: Callable[..., World]) -> None:
+    """Catches a device that, once returned, comes back by itself after the next kill."""
+    world = make_world(scripted=("1:2",), num_steps=400)
+    for _ in range(2):
+        world.run_until(lambda: world.state.devices["1:2"].standing is Standing.ACTIVE)
+        world.launcher.workers["1:2"].die(-9)
+        world.run_until(lambda: world.state.devices["1:2"].standing is Standing.LOST)
+        assert world.state.devices["1:2"].restart_at is None
+        assert ask(world, "return", "1:2").ok
+
+
 def test_an_incident_is_closed_by_the_first_commit_with_all_its_phases(make_world: Callable[..., World]) -> None:
     """Catches a timeline with a hole: the phases must add up to the time from fault to training."""
     world = make_world()
