@@ -98,8 +98,7 @@ class LayoutSection(Section):
     replicas: int = Field(default=1, ge=1)
     """Data-parallel replicas."""
     dead: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """A dead slot as replica:slot, both counted from 0, such as 1:3; repeat the flag for more. Flags add to those in
-    the file."""
+    """A dead slot as replica:slot, from 0, such as 1:3; repeat the flag for more. Flags add to those in the file."""
 
     @field_validator("dead")
     @classmethod
@@ -145,8 +144,7 @@ class DataSection(Section):
     """The text, its tokens, and what is held out."""
 
     paths: tuple[str, ...] = ()
-    """Text files, folders (searched for text files) and glob patterns; none: the source code of this Python's standard
-    library."""
+    """Text files, folders that are searched for them, glob patterns; none: the source code of Python's library."""
     tokenizer: Path | None = None
     """A tokenizer.json or a directory that has one; none: each byte is a token (257 ids)."""
     seq_len: int = Field(default=128, ge=2)
@@ -175,8 +173,7 @@ class TrainSection(Section):
     lr: float = Field(default=3e-3, gt=0)
     """Peak learning rate."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
-    """Learning rate after the warm-up: cosine (falls all the way), wsd (stays, then falls linearly over the last
-    decay_steps) or constant."""
+    """Learning rate after the warm-up: cosine (falls all the way), wsd (falls in the last decay_steps) or constant."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
     """Learning rate at the end, as a part of the peak (cosine, wsd)."""
     warmup_steps: int = Field(default=0, ge=0)
@@ -205,6 +202,8 @@ class TrainSection(Section):
     """Size of a gradient bucket in MiB."""
     memory_every: int = Field(default=10, ge=0)
     """Steps between copies of each shard in another device's memory; 0 keeps none."""
+    digest_every: int = Field(default=0, ge=0)
+    """Steps between comparisons of all holders' bits, which find silent faults; 0: only when the plan changes."""
     timeout_s: float = Field(default=60.0, gt=0)
     """Longest wait for another device, in seconds."""
 

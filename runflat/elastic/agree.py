@@ -1,4 +1,4 @@
-"""All devices of a new generation agree on where the run stands, newcomers included, and on every unit's bits."""
+"""All devices of a new generation agree on where the run stands, newcomers included."""
 
 from __future__ import annotations
 
@@ -7,11 +7,7 @@ import struct
 import torch
 
 from runflat.parallel.comms import Comms, CommsError
-from runflat.parallel.digest import compare, unit_digests
-from runflat.parallel.move import read_state
-from runflat.parallel.optimizer import learning_rate
 from runflat.train.checkpoint import Progress
-from runflat.train.engine import Engine
 
 _LEAST = torch.iinfo(torch.int64).min
 _HASH_WORDS = 4
@@ -40,15 +36,3 @@ def agree(comms: Comms, progress: Progress | None) -> Progress:
     step, optimizer_step, num_samples, *words = largest.tolist()
     text = struct.pack(f"<{_HASH_WORDS}q", *words).hex()
     return Progress(step, optimizer_step, num_samples, "" if text == _NO_HASH else text)
-
-
-def differing_units(engine: Engine, comms: Comms) -> list[str]:
-    """Units ("kind number") whose holders do not have the same bits of weights and moments, the same on all devices.
-
-    Step count and learning rate are compared with them.
-    """
-    progress = engine.progress
-    scalars = (float(progress.step), float(progress.optimizer_step), learning_rate(engine.settings, progress.step))
-    state = read_state(engine.params, engine.optimizer)
-    digests = unit_digests(engine.spec, engine.held, state.tensors, scalars)
-    return [f"{kind} {unit}" for kind, unit in compare(engine.spec, digests, comms)]

@@ -73,6 +73,7 @@ class Copies:
         self._kept: dict[str, deque[Kept]] = defaultdict(lambda: deque(maxlen=NUM_KEPT))
         self._lock = threading.Lock()
         self._outgoing: queue.Queue[Kept] = queue.Queue()
+        self._void = (0, -1)
         self._token = secrets.token_hex(16)
         self._store = TCPStore(store[0], store[1], is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
         self._listener = Listener("copies in", self._serve, HELLO_S, host=store[0], exempt=exempt)
@@ -103,6 +104,17 @@ class Copies:
             self._plans[plan.generation] = plan
             for old in sorted(self._plans)[: -2 * NUM_KEPT]:
                 del self._plans[old]
+
+    def forget_after(self, step: int, generation: int) -> None:
+        """The run goes on from `step` under `generation`: what older generations have of later steps is void."""
+        with self._lock:
+            self._void = (step, generation)
+            for device, copies in self._kept.items():
+                self._kept[device] = deque((kept for kept in copies if not self._is_void(kept)), maxlen=NUM_KEPT)
+
+    def _is_void(self, kept: Kept) -> bool:
+        step, generation = self._void
+        return kept.progress.step > step and kept.plan.generation < generation
 
     def listing(self) -> list[dict[str, Any]]:
         """(device, step, generation) of every copy here, this device's own among them."""
@@ -188,7 +200,8 @@ class Copies:
             raise FeedError(f"{source} sends a copy of generation {frame.generation}, which is not known here.")
         kept = Kept(frame.device, plan, Progress(**frame.progress), self._tensors(plan, frame.device, payload))
         with self._lock:
-            self._kept[frame.device].append(kept)
+            if not self._is_void(kept):
+                self._kept[frame.device].append(kept)
 
     def _tensors(self, plan: Plan, device: str, payload: bytearray) -> dict[str, dict[str, torch.Tensor]]:
         """The tensors of a copy, which lie in the payload by parameter and kind."""

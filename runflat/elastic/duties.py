@@ -24,16 +24,17 @@ def every(interval: int, step: int) -> bool:
 class Duties:
     """What one device owes between steps; each thing is done once per step and generation."""
 
-    def __init__(self, engine: Engine, say: Say):
-        """`say(kind, **fields)` reports to the controller."""
+    def __init__(self, engine: Engine, say: Say, check: Callable[[], None]):
+        """`say(kind, **fields)` reports to the controller; `check` comes before what rests on the state's bits."""
         self._engine = engine
         self._say = say
+        self._check = check
         self._done: dict[str, tuple[int, int]] = {}
 
     def excuse(self, generation: int) -> None:
         """The state comes from a checkpoint: what its step asked for was done when it was saved."""
         key = (self._engine.progress.step, generation)
-        self._done = {"holdout": key, "save": key}
+        self._done = {"check": key, "holdout": key, "save": key}
 
     def fulfil(self, generation: int, stop_at: int | None) -> bool:
         """Do what is due after the last step; returns whether training has ended here.
@@ -44,9 +45,13 @@ class Duties:
         step = engine.progress.step
         end = min(train.steps, train.stop_after or train.steps)
         last = step == stop_at or step >= end
-        if step and engine.num_holdout and (last or every(train.eval_every, step)):
+        holdout = bool(step and engine.num_holdout) and (last or every(train.eval_every, step))
+        save = bool(step) and (last or every(train.checkpoint_every, step))
+        if holdout or save:
+            self._once("check", generation, self._check)
+        if holdout:
             self._once("holdout", generation, self._holdout)
-        if step and (last or every(train.checkpoint_every, step)):
+        if save:
             self._once("save", generation, lambda: self.save(generation))
         if last:
             self._say("done", step=step, stopped=step < end)

@@ -115,6 +115,7 @@ def closed_line(action: Closed) -> str:
     moved = f", {_bytes(incident.bytes_moved)} moved" if incident.bytes_moved else ""
     words = {
         "discard": f"step {action.step} ran again",
+        "heal": f"healed from peers, step {action.step} ran again",
         "forward": "no step was repeated",
         "memory": f"{incident.replayed_steps:.0f} steps ran again, from copies in memory",
         "checkpoint": f"{incident.replayed_steps:.0f} steps ran again, from the checkpoint",

@@ -156,6 +156,7 @@ def start(turn: Turn, name: str) -> None:
             failures=old.failures,
             scripted=old.scripted,
             healthy=old.standing is Standing.PARKED,
+            heals=old.heals,
         )
         turn.set(devices={**turn.state.devices, device: fresh})
         turn.do(Start(device, fresh.incarnation))
@@ -220,6 +221,6 @@ def _asked_return(turn: Turn, asked: Asked, device: Device) -> None:
     elif device.standing not in (Standing.LOST, Standing.OUT, Standing.PARKED):
         turn.do(Reply(asked.request, False, f"{device.name} is {device.standing.value}: it is there already"))
     else:
-        turn.device(device.name, failures=0)
+        turn.device(device.name, failures=0, heals=0)
         turn.do(Reply(asked.request, True, f"{device.name} starts and joins when it is tested"))
         start(turn, device.name)

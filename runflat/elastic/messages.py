@@ -135,12 +135,16 @@ class Behind(_Said):
 
 
 class Commit(_Said):
-    """The barrier of step `step` gave these scalars; sent before the step is applied."""
+    """The barrier of step `step` gave these scalars; sent before the step is applied.
+
+    `compared`: the bits that the step began from were compared, and are the same on all holders.
+    """
 
     type: Literal["commit"] = "commit"
     generation: int
     step: int
     scalars: tuple[float, ...]
+    compared: bool = False
 
 
 class StepReport(_Said):
@@ -176,11 +180,17 @@ class Suspect(_Said):
 
 
 class Mismatch(_Said):
-    """Holders of these units do not have the same bits."""
+    """Holders of these units (`kind number`) do not have the same bits; all devices say the same.
+
+    `wrong` are per device the units in which it differs from the majority of holders, `unclear` per unit without a
+    majority its holders.
+    """
 
     type: Literal["mismatch"] = "mismatch"
     generation: int
     units: tuple[str, ...]
+    wrong: dict[str, tuple[str, ...]] = Field(default_factory=dict)
+    unclear: dict[str, tuple[str, ...]] = Field(default_factory=dict)
 
 
 class LowMem(_Said):

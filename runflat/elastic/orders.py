@@ -49,7 +49,8 @@ class Resume(Wire):
     memory       all take the copies in memory of step `committed`; `transfers` go out of such copies
 
     `transfers` run after the groups are formed. A target that holds nothing gets the replicated parameters too, from
-    the source of its first transfer.
+    the source of its first transfer. The bits of `healed` devices were wrong: `transfers` bring them the right ones,
+    and they learn their scalars anew.
     """
 
     action: Literal["start", "forward", "discard", "checkpoint", "memory"]
@@ -57,6 +58,12 @@ class Resume(Wire):
     scalars: tuple[float, ...] | None = None
     checkpoint: str | None = None
     transfers: tuple[Move, ...] = ()
+    healed: tuple[str, ...] = ()
+
+    @property
+    def back(self) -> bool:
+        """Whether everybody's state comes from elsewhere than what it has now."""
+        return self.action in ("start", "checkpoint", "memory")
 
 
 class Abort(Wire):

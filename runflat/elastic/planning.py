@@ -15,7 +15,7 @@ from runflat.plan.cost import loads
 from runflat.plan.plan import Place, Plan, ReplicaPlan
 from runflat.plan.planner import build_plan
 from runflat.plan.strategies import Chain, Decision, JobFacts, Strategy, decide
-from runflat.plan.units import ModelSpec, unit_bytes
+from runflat.plan.units import REPLICATED, ModelSpec, unit_bytes
 
 Units = Mapping[str, frozenset[int]]
 """Units per kind."""
@@ -109,14 +109,29 @@ class Planner:
     def _held(self, plan: Plan, device: str) -> Units:
         return {kind: frozenset(units) for kind, units in plan.held(self.spec.kinds, device).items()}
 
-    def moves(self, holdings: Mapping[str, Plan], plan: Plan) -> Moves:
+    def moves(
+        self,
+        holdings: Mapping[str, Plan],
+        plan: Plan,
+        wrong: Mapping[str, Collection[str]] = MappingProxyType({}),
+    ) -> Moves:
         """What each device of `plan` lacks, from devices of `plan` that have it.
 
         Args:
             holdings: per device the plan whose units it has now; a device that is missing has nothing.
             plan: the plan to be taken up.
+            wrong: per device units (`kind unit`) whose bits are not to be used: it has them as good as not.
         """
-        return self._moves({device: self._held(old, device) for device, old in holdings.items()}, plan)
+        have: dict[str, Units] = {}
+        for device, old in holdings.items():
+            bad = wrong.get(device, ())
+            # What is replicated moves to a device that has something only if its own bits are wrong.
+            units = {**self._held(old, device), REPLICATED: frozenset({0})}
+            have[device] = {
+                kind: frozenset(unit for unit in numbers if f"{kind} {unit}" not in bad)
+                for kind, numbers in units.items()
+            }
+        return self._moves(have, plan)
 
     def moves_from_copies(
         self, copies: Mapping[str, Sequence[MemoryCopy]], step: int, plans: Mapping[int, Plan], plan: Plan
@@ -139,7 +154,10 @@ class Planner:
         moves: list[Move] = []
         lost: set[str] = set()
         for target in members:
-            for kind, units in self._held(plan, target).items():
+            wanted = dict(self._held(plan, target))
+            if REPLICATED in have.get(target, {}):
+                wanted[REPLICATED] = frozenset({0})
+            for kind, units in wanted.items():
                 for unit in sorted(units - have.get(target, {}).get(kind, frozenset())):
                     found = [device for device in members if unit in have.get(device, {}).get(kind, ())]
                     if not found:

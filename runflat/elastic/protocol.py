@@ -65,6 +65,7 @@ def first_state(
         network=network,
         devices=devices,
         committed=start_step,
+        clean=start_step,
         checkpoint=(start_step, checkpoint) if checkpoint else None,
         start_checkpoint=checkpoint,
     )
@@ -130,7 +131,7 @@ def _from_present(turn: Turn, name: str, message: messages.Message) -> None:
         case messages.Suspect() | messages.FormFail():
             watch.on_suspect(turn, name, message)
         case messages.Mismatch():
-            watch.on_mismatch(turn, name, message)
+            watch.on_mismatch(turn, message)
         case messages.Commit():
             _on_commit(turn, name, message)
         case messages.SelfTested():

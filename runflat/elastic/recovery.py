@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from runflat.cluster.ledger import Incident
+from runflat.elastic import heal
 from runflat.elastic.actions import Closed, Grew, Opened, Planned, Took, Turn
 from runflat.elastic.messages import Commit, Formed, LowMem, Ready, Running, Status
 from runflat.elastic.orders import Abort, Exit, Go, PlanOrder, Resume, Stop
@@ -18,6 +19,8 @@ KEPT_PLANS = 32
 """How many generations back a copy in memory may be."""
 WEIGHTS = {Strategy.SPARE.value: 1, Strategy.NTP.value: 2, Strategy.DROP.value: 3, Strategy.RESTART.value: 4}
 """Of two links that an incident took, the heavier names it."""
+KEPT_COMPARED = 1024
+"""How many steps with a good digest are remembered."""
 _PHASE_OF_STAGE = {Stage.START: "start", Stage.ABORT: "abort", Stage.READY: "barrier", Stage.FORM: "transfer"}
 
 
@@ -125,7 +128,9 @@ def replan(turn: Turn) -> None:
         turn.finish(f"{reason}. {_way_on(state)}")
         return
     _adopt(turn, plan, resume, reason)
-    _note_decision(turn, decision, resume.action)
+    _note_decision(turn, decision, "heal" if resume.healed else resume.action)
+    if turn.state.distrust is not None:
+        turn.say(reason)
 
 
 def _note_decision(turn: Turn, decision: Decision, action: str) -> None:
@@ -157,21 +162,21 @@ def _adopt(turn: Turn, plan: Plan, resume: Resume, reason: str) -> None:
             turn.device(name, standing=Standing.ACTIVE)
     plans = {**state.plans, plan.generation: plan}
     kept = sorted(plans)[-KEPT_PLANS:]
-    back = resume.action in ("start", "memory", "checkpoint")
     turn.set(
         plan=plan,
         plans={generation: plans[generation] for generation in kept},
         committed=resume.committed,
-        scalars=None if back else state.scalars,
-        valid_from=plan.generation if back else state.valid_from,
-        loading=back,
+        scalars=None if resume.back else state.scalars,
+        valid_from=plan.generation if resume.back else state.valid_from,
+        loading=resume.back,
+        compared=frozenset(step for step in state.compared if step <= resume.committed - bool(resume.healed)),
         leaving=frozenset(),
     )
     turn.enter(Stage.READY)
     network = dict(state.network) if state.network is not None else None
     order = PlanOrder(generation=plan.generation, plan=plan.to_json(), resume=resume, network=network)
     turn.send(members, order)
-    turn.do(Planned(plan, resume, reason, None if back else state.scalars))
+    turn.do(Planned(plan, resume, reason, None if resume.back else state.scalars))
 
 
 def _resume(state: State, plan: Plan, *, restart: bool) -> tuple[Resume | None, str]:
@@ -179,33 +184,45 @@ def _resume(state: State, plan: Plan, *, restart: bool) -> tuple[Resume | None, 
     members = [plan.device(place) for place in plan.places]
     statuses = {name: state.statuses[name] for name in members if name in state.statuses}
     holdings = {n: state.plans[s.holds] for n, s in statuses.items() if s.holds in state.plans}
-    moves = state.planner.moves(holdings, plan)
+    wrong = state.distrust.wrong if state.distrust else {}
+    moves = state.planner.moves(holdings, plan, wrong)
+    healed = tuple(name for name in holdings if name in wrong)
     lagging = [name for name in holdings if statuses[name].committed < state.committed]
     stuck = [n for n in lagging if not (statuses[n].complete and statuses[n].committed == state.committed - 1)]
     reason = ""
-    if state.distrust:
-        reason = state.distrust
-    elif restart:
+    if restart:
         reason = "all start again"
     elif moves.lost:
         reason = f"no live device holds {', '.join(moves.lost[:3])}{' and more' if moves.lost[3:] else ''}"
     elif stuck or (lagging and state.scalars is None):
         reason = f"{', '.join(stuck or lagging)} cannot apply step {state.committed - 1}, which others have committed"
-    if not reason:
-        if lagging:
-            text = f"{', '.join(lagging)} apply step {state.committed - 1} too"
-            scalars = state.scalars
-            return Resume(action="forward", committed=state.committed, scalars=scalars, transfers=moves.transfers), text
-        return Resume(action="discard", committed=state.committed, transfers=moves.transfers), "the step runs again"
-    if state.committed == state.start_step and not state.distrust:
-        return Resume(action="start", committed=state.start_step, checkpoint=state.start_checkpoint), "start"
-    return _older(state, plan, members, reason)
+    onward = Resume(
+        action="forward" if lagging else "discard",
+        committed=state.committed,
+        scalars=state.scalars if lagging else None,
+        transfers=moves.transfers,
+        healed=healed,
+    )
+    doubt = heal.doubt(state)
+    if not reason and not doubt:
+        text = f"{', '.join(lagging)} apply step {state.committed - 1} too" if lagging else "the step runs again"
+        return onward, heal.in_words(healed) or text
+    if state.committed == state.start_step:
+        text = "start" if state.distrust is None else f"{reason or doubt}: the run starts again"
+        return Resume(action="start", committed=state.start_step, checkpoint=state.start_checkpoint), text
+    older, text = _older(state, plan, members, reason or doubt)
+    if older is not None or state.distrust is None:
+        return older, text
+    doubt = f"{reason or doubt}, and no older state is known to be good"
+    if not reason and not state.distrust.unclear:
+        return onward, f"{doubt}: {heal.in_words(healed)}, and the run goes on"
+    return _on_disk(state.checkpoint, doubt)
 
 
 def _older(state: State, plan: Plan, members: Collection[str], reason: str) -> tuple[Resume | None, str]:
-    """The newest whole copy of all units: in memory (unless memory is distrusted), else on disk."""
-    on_disk = state.checkpoint
-    copies = {} if state.distrust else {n: c for n, c in state.copies().items() if n in members}
+    """The newest whole copy of all units that can be relied on: in memory, else on disk."""
+    on_disk = heal.good_checkpoint(state)
+    copies = {n: heal.good_copies(state, c) for n, c in state.copies().items() if n in members}
     steps = {copy.step for entries in copies.values() for copy in entries if copy.step <= state.committed}
     for step in sorted(steps, reverse=True):
         if on_disk is not None and on_disk[0] > step:
@@ -216,6 +233,10 @@ def _older(state: State, plan: Plan, members: Collection[str], reason: str) -> t
                 Resume(action="memory", committed=step, transfers=moves.transfers),
                 f"{reason}: back to the copies in memory of step {step}",
             )
+    return _on_disk(on_disk, reason)
+
+
+def _on_disk(on_disk: tuple[int, str] | None, reason: str) -> tuple[Resume | None, str]:
     if on_disk is None:
         return None, f"{reason}, and neither copies in memory nor a checkpoint are whole"
     step, folder = on_disk
@@ -298,6 +319,7 @@ def take_force(turn: Turn) -> None:
     if state.suspicion is not None and state.suspicion.forming:
         turn.set(suspicion=None)  # they have formed after all
     turn.set(tried=True, progress_at=turn.now, committed_at=None, distrust=None, considered=frozenset(), paces={})
+    turn.set(clean=state.committed)  # digests of the new plan were good
     turn.enter(Stage.RUN)
     turn.do(Took(state.plan, state.committed))
     turn.say(f"generation {state.plan.generation}: {describe(state.plan)}, from step {state.committed}")
@@ -326,6 +348,9 @@ def on_commit(turn: Turn, device: str, commit: Commit) -> None:
     if state.stage not in (Stage.RUN, Stage.ABORT):
         return
     turn.set(committed=commit.step + 1, scalars=commit.scalars)
+    if commit.compared:
+        compared = sorted({*state.compared, commit.step})[-KEPT_COMPARED:]
+        turn.set(clean=commit.step + 1, compared=frozenset(compared))
     if state.stage is not Stage.RUN:
         return
     if state.committed_at is not None:
@@ -346,7 +371,7 @@ def close_incident(turn: Turn, *, ended: bool = False) -> None:
         return
     turn.set(disturbance=None)
     phases = dict(opened.phases_s)
-    replayed_s = phases.pop("replay", 0.0) + (opened.in_flight_s if opened.action == "discard" else 0.0)
+    replayed_s = phases.pop("replay", 0.0) + (opened.in_flight_s if opened.action in ("discard", "heal") else 0.0)
     median = turn.state.median_step_s
     back = opened.step - turn.state.committed + 1 if opened.action in ("memory", "checkpoint") else 0
     incident = Incident(

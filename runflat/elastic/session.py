@@ -9,27 +9,20 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from runflat.cluster.events import event_to_json
-from runflat.elastic.agree import agree, differing_units
+from runflat.elastic.agree import agree
 from runflat.elastic.copies import Copies
 from runflat.elastic.duties import Duties, every
 from runflat.elastic.formation import Address, Formation, drop
 from runflat.elastic.inbox import Channel, Inbox
 from runflat.elastic.inject import Striker
+from runflat.elastic.inspection import Inspection
 from runflat.elastic.joining import self_test
-from runflat.elastic.orders import (
-    Abort,
-    Exit,
-    Go,
-    Order,
-    PlanOrder,
-    Receive,
-    Resume,
-    Switch,
-)
+from runflat.elastic.orders import Abort, Exit, Go, Order, PlanOrder, Receive, Resume, Switch
 from runflat.elastic.presence import Heart, Presence
 from runflat.elastic.prospects import ORDERS, Prospects
 from runflat.elastic.stepping import Step
@@ -72,12 +65,14 @@ class Session:
         self.striker = Striker(job.inject, device_id)
         self.inbox = Inbox(channel, self._leave_below, self.striker.add)
         self.engine = Engine(job, worker_device(index), self._phase)
-        self.duties = Duties(self.engine, self.say)
+        self.inspection = Inspection(self.engine, self.say)
+        self.duties = Duties(self.engine, self.say, self.inspection.before_save)
         self.base: Plan | None = None
         self.plan: Plan | None = None
         self.resume: Resume | None = None
         self.prospects = Prospects(self.engine, device_id, self._form, self.say, self.sockets.exempt.add)
         self.copies = Copies(self.engine, device_id, store, self.sockets.exempt.add) if job.train.memory_every else None
+        self.healed = False
         self.last: Scalars | None = None
         self.stop_at: int | None = None
         self.times: dict[str, float] = {}
@@ -206,6 +201,12 @@ class Session:
             return
         self.plan, self.resume = plan, resume
         self.presence.generation = plan.generation
+        self.healed = self.device_id in resume.healed
+        if resume.back or self.healed:
+            engine.restore_settings()
+        if self.copies is not None and (resume.back or resume.healed):
+            # What is healed now may have been copied with wrong bits.
+            self.copies.forget_after(resume.committed - bool(resume.healed), plan.generation)
         if resume.action in ("start", "checkpoint"):
             self.presence.enter("copy")
             engine.build(plan, place, resume.checkpoint)
@@ -304,7 +305,8 @@ class Session:
         engine, place = self.engine, self._place(plan)
         engine.join(comms)
         self._phase("transfer")
-        engine.progress = agree(comms, engine.progress if self.base else None)
+        healed, self.healed = self.healed, False
+        engine.progress = agree(comms, engine.progress if self.base and not healed else None)
         num_bytes = 0
         if self.prospects.newcomer is not None:
             num_bytes = self.prospects.newcomer.take_over(engine.progress.step, self.network.timeout_s)
@@ -313,6 +315,8 @@ class Session:
         if moves or self.base is None or self.base.generation != plan.generation:
             change = Change(engine.spec, old, plan, moves, self.device_id, engine.dtype, engine.device)
             state = read_state(engine.params, engine.optimizer) if self.base else NOTHING
+            if healed:
+                state = replace(state, optimizer_step=engine.progress.optimizer_step)
             moved = execute_transfers(change, state, comms)
             engine.adopt(plan.held(engine.spec.kinds, self.device_id), moved.state)
             num_bytes += moved.received_bytes
@@ -320,10 +324,7 @@ class Session:
         self._lap("transfer")
         self._phase("digest")
         engine.enter(plan, place, comms)
-        differ = differing_units(engine, comms)
-        if differ:
-            self.say("mismatch", generation=plan.generation, units=differ)
-            raise CommsError(f"holders of {', '.join(differ[:5])} do not have the same bits.")
+        self.inspection.compare()
         if self.copies is not None:
             self.copies.learn(plan)
         self._lap("digest")

@@ -86,6 +86,10 @@ class Limits:
     """A replica is slow that takes this many times as long for its work as the fastest one does."""
     slow_steps: int = 20
     """In how many steps in a row it must be."""
+    max_heals: int = 3
+    """Times that a device's bits were wrong after which it leaves."""
+    digest_every: int = 0
+    """Steps between digests, or 0; where they are compared, checkpoints are known to be good."""
     back_off_s: float = 1.0
     """Waiting time after a device's first failure; doubles with each."""
     auto_return: bool = True
@@ -116,6 +120,8 @@ class Device:
     holds: int = -1
     """Generation of the plan whose units it has complete."""
     failures: int = 0
+    heals: int = 0
+    """How often its bits were wrong."""
     restart_at: float | None = None
     by_word: bool = False
     """Comes back only when a person says so."""
@@ -130,6 +136,18 @@ class Device:
     """Since when it was at fault, where it was killed for that."""
     cause: str = ""
     """Why it was killed or lost."""
+
+
+@dataclass(frozen=True)
+class Distrust:
+    """Holders differ: who is wrong in which units (`kind number`), and the holders of units where nobody knows.
+
+    `fresh`: those that are wrong have not taken part in a step yet.
+    """
+
+    wrong: Mapping[str, tuple[str, ...]]
+    unclear: Mapping[str, tuple[str, ...]]
+    fresh: bool = False
 
 
 @dataclass(frozen=True)
@@ -261,8 +279,12 @@ class State:
     formfails: int = 0
     suspicion: Suspicion | None = None
     flakes: tuple[Flake, ...] = ()
-    distrust: str | None = None
-    """Why the state of all devices must come from a checkpoint on disk, if so."""
+    distrust: Distrust | None = None
+    """Whose bits must not be used, until a digest is good again."""
+    clean: int = 0
+    """Up to this step every commit was made of bits that a digest has found good."""
+    compared: frozenset[int] = frozenset()
+    """Recent steps at which a digest was good, so that copies in memory of them are."""
     loading: bool = True
     """Whether the plan that is taken up has everybody load weights, which may take long."""
     too_low: int = 0

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from transformers import PreTrainedModel
 
+from runflat.elastic.inspection import Inspection
 from runflat.parallel.comms import AbortedError, CommsError
 from runflat.train.engine import Engine
 from runflat.train.step import Scalars, StepResult
@@ -19,6 +20,7 @@ class Host(Protocol):
     """What a step needs of the worker that it belongs to."""
 
     engine: Engine
+    inspection: Inspection
 
     def say(self, kind: str, **fields: Any) -> None:
         """Send one message to the controller."""
@@ -92,15 +94,17 @@ class Step:
         computed = time.perf_counter()
         engine.finish()
         synced = time.perf_counter()
+        compared = host.inspection.before_commit()
         scalars = engine.barrier(*host.wishes())
         if engine.reports:
-            host.say("commit", generation=self._generation, step=self.index, scalars=scalars.to_list())
+            fields: dict[str, Any] = {"step": self.index, "scalars": scalars.to_list(), "compared": compared}
+            host.say("commit", generation=self._generation, **fields)
         result = host.commit(scalars)
         self.scalars = scalars
         if engine.reports:
             assert engine.place is not None
             result = replace(result, compute_s=computed - self._started, sync_s=synced - computed)
-            fields: dict[str, Any] = dict(vars(result))
+            fields = dict(vars(result))
             if engine.pace is not None:
                 fields |= {"billed_s": engine.pace.billed_s, "late_s": engine.pace.late_s}
             host.say(

@@ -8,12 +8,25 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from runflat.cluster.events import Event, EventKind
 from runflat.elastic import growth as changes
-from runflat.elastic.actions import Turn
+from runflat.elastic import heal
+from runflat.elastic.actions import Note, Turn
 from runflat.elastic.losses import initial, kill, lose, start
 from runflat.elastic.messages import FormFail, Heartbeat, Mismatch, Suspect
 from runflat.elastic.recovery import again, fail
-from runflat.elastic.state import PRESENT, Device, Flake, Growth, GrowthStage, Stage, Standing, State, Suspicion
+from runflat.elastic.state import (
+    PRESENT,
+    Device,
+    Distrust,
+    Flake,
+    Growth,
+    GrowthStage,
+    Stage,
+    Standing,
+    State,
+    Suspicion,
+)
 
 NUM_INTERVALS = 16
 STUCK_FACTOR = 10.0
@@ -277,15 +290,33 @@ def on_suspect(turn: Turn, name: str, message: Suspect | FormFail) -> None:
         turn.set(suspicion=replace(before, ends=(*before.ends, name)))
 
 
-def on_mismatch(turn: Turn, name: str, message: Mismatch) -> None:
-    """Holders differ, and nobody can say who is right: everybody goes back to what is on disk."""
+def on_mismatch(turn: Turn, message: Mismatch) -> None:
+    """Holders differ: an incident of those that are wrong. What comes of it is decided when all have left the plan."""
     state = turn.state
-    if state.plan is None or message.generation != state.plan.generation:
+    change = state.growth
+    switching = change is not None and change.stage is GrowthStage.SWITCH and message.generation == change.generation
+    current = state.plan is not None and message.generation == state.plan.generation
+    if state.stage not in (Stage.FORM, Stage.RUN) or not (current or switching):
         return
-    if state.stage in (Stage.FORM, Stage.RUN):
-        units = ", ".join(message.units[:3])
-        turn.set(distrust=f"holders of {units} do not have the same bits")
-        fail(turn, (name,), f"digest of {units} differs", turn.now)
+    joining = change.joining if switching and change is not None else ()
+    fresh = bool(message.wrong) and set(message.wrong) <= set(joining)
+    turn.set(distrust=Distrust(message.wrong, message.unclear, fresh))
+    units = heal.describe(message.units)
+    for name in message.wrong:
+        _count_heal(turn, name, units)
+    fail(turn, heal.suspects(message), f"digest of {units} differs", turn.now)
+
+
+def _count_heal(turn: Turn, name: str, units: str) -> None:
+    """A device's bits were wrong; one that has them wrong again and again leaves."""
+    device = turn.state.devices[name]
+    turn.device(name, heals=device.heals + 1)
+    turn.say(f"{name} has wrong bits: digest of {units} differs from the majority of holders")
+    if device.heals + 1 >= turn.state.limits.max_heals and device.standing is Standing.ACTIVE:
+        cause = f"unreliable: its bits were wrong {device.heals + 1} times"
+        turn.device(name, standing=Standing.DRAINING, by_word=True, surplus=False)
+        turn.do(Note(Event(event=EventKind.DRAIN, device=name, time_s=turn.now, cause=cause)))
+        turn.say(f"{name} is {cause}; it leaves when it is healed")
 
 
 def _resolve(turn: Turn) -> None:

@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from runflat.parallel.comms import Comms
-from runflat.plan.units import ModelSpec, ParamSpec
+from runflat.plan.plan import Place
+from runflat.plan.units import REPLICATED, ModelSpec, ParamSpec
 
-REPLICATED = "replicated"
 SCALARS = "scalars"
 NOT_HELD = torch.iinfo(torch.int64).min
 """Stands for a unit that this device does not hold; no digest has this value."""
@@ -77,9 +77,36 @@ def compare(spec: ModelSpec, digests: torch.Tensor, comms: Comms) -> list[tuple[
     largest, smallest = both[: len(digests)], ~both[len(digests) :]
     differ = (largest != smallest) & (largest != NOT_HELD)
     positions = differ.nonzero().flatten().tolist()
-    names = [(kind.name, unit) for kind in spec.kinds for unit in range(kind.num_units)] if positions else []
-    names += [(REPLICATED, 0), (SCALARS, 0)]
+    names = _names(spec) if positions else []
     return [names[position] for position in positions]
+
+
+def votes(
+    spec: ModelSpec, digests: torch.Tensor, differ: Sequence[tuple[str, int]], comms: Comms
+) -> dict[tuple[str, int], dict[Place, int]]:
+    """For each (kind, unit) of `differ`, as `compare` gave it, the digest of each of its holders, by place.
+
+    One all-reduce over the world; all devices get the same answer.
+
+    Raises:
+        CommsError: a member was lost.
+    """
+    position_of = {name: position for position, name in enumerate(_names(spec))}
+    own = digests[[position_of[name] for name in differ]]
+    table = torch.full((comms.world.size, len(differ)), NOT_HELD, dtype=torch.int64, device=digests.device)
+    table[comms.world.rank] = own
+    comms.wait([comms.world.launch_all_reduce(table, "max")], "votes on digests")
+    columns = table.t().tolist()
+    return {
+        name: {place: digest for place, digest in zip(comms.world.members, column, strict=True) if digest != NOT_HELD}
+        for name, column in zip(differ, columns, strict=True)
+    }
+
+
+def _names(spec: ModelSpec) -> list[tuple[str, int]]:
+    """What each digest is of, in order."""
+    units = [(kind.name, unit) for kind in spec.kinds for unit in range(kind.num_units)]
+    return [*units, (REPLICATED, 0), (SCALARS, 0)]
 
 
 def checksum(words: torch.Tensor) -> int:

@@ -21,7 +21,7 @@ from runflat.parallel.comms import Comms, CommsError
 from runflat.parallel.digest import checksum
 from runflat.plan.plan import Plan
 from runflat.plan.transfers import Transfer
-from runflat.plan.units import ModelSpec, ParamSpec
+from runflat.plan.units import REPLICATED, ModelSpec, ParamSpec
 
 TENSORS = ("weight", "exp_avg", "exp_avg_sq")
 """What a device keeps per parameter: the weight and AdamW's two moments."""
@@ -84,7 +84,12 @@ class Slab:
 
 
 def unit_slabs(spec: ModelSpec, kind: str, start: int, stop: int) -> tuple[Slab, ...]:
-    """The slabs of units start..stop-1 of `kind`: one per parameter and segment that has them, in the model's order."""
+    """The slabs of units start..stop-1 of `kind`: one per parameter and segment that has them, in the model's order.
+
+    The kind `REPLICATED` stands for all that every device holds whole.
+    """
+    if kind == REPLICATED:
+        return replicated_slabs(spec)
     return tuple(
         Slab(param.name, index, start, stop)
         for param in spec.params
@@ -136,15 +141,17 @@ def relayout(
 ) -> dict[str, torch.Tensor]:
     """The shard for `new_held`, by name, from the shard `tensors` for `old_held` and the received slabs.
 
-    A parameter whose units stay the same is returned as it is, any other is a new tensor: the old shard stays whole.
+    What is received takes the place of what was held. A parameter of which nothing changes is returned as it is, any
+    other is a new tensor: the old shard stays whole.
     """
     incoming: dict[tuple[str, int], list[tuple[Slab, torch.Tensor]]] = {}
     for slab, tensor in received.items():
         incoming.setdefault((slab.param, slab.segment), []).append((slab, tensor))
+    changed = {slab.param for slab in received}
     shard: dict[str, torch.Tensor] = {}
     for param in spec.params:
         same = all(tuple(old_held[s.kind]) == tuple(new_held[s.kind]) for s in param.segments)
-        if same and param.name in tensors:
+        if same and param.name in tensors and param.name not in changed:
             shard[param.name] = tensors[param.name]
         elif param.dim is None:
             shard[param.name] = received[Slab(param.name)].clone()
@@ -249,7 +256,8 @@ def messages(change: Change) -> tuple[Message, ...]:
     for move in change.moves:
         slabs.setdefault((move.source, move.target), []).extend(unit_slabs(spec, move.kind, move.start, move.stop))
     for target in sorted({move.target for move in change.moves}):
-        if _gets_all(change, target):
+        asked = any(move.target == target and move.kind == REPLICATED for move in change.moves)
+        if _gets_all(change, target) and not asked:
             source = next(move.source for move in change.moves if move.target == target)
             slabs[source, target].extend(replicated_slabs(spec))
     return tuple(
@@ -263,7 +271,7 @@ def _gets_all(change: Change, target: str) -> bool:
     wanted = change.new.held(change.spec.kinds, target)
     num_moved = dict.fromkeys(wanted, 0)
     for move in change.moves:
-        if move.target == target:
+        if move.target == target and move.kind != REPLICATED:
             num_moved[move.kind] += move.stop - move.start
     return all(num_moved[kind] == len(units) for kind, units in wanted.items())
 

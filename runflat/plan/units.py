@@ -21,6 +21,8 @@ from typing import Literal
 
 from runflat.errors import PlanError
 
+REPLICATED = "replicated"
+"""Stands for all parameters that every device holds whole: unit 0 of this kind, where it is named like one."""
 Range = tuple[int, int]
 Rule = Literal["sharded", "equal", "partial"]
 """How a parameter's gradient arises on the devices of one replica: `sharded` (each device has its own units'),
@@ -225,6 +227,8 @@ def shard_shape(spec: ModelSpec, param: ParamSpec, held: Mapping[str, Sequence[i
 
 def unit_bytes(spec: ModelSpec, kind_name: str, unit: int, bytes_per_element: int) -> int:
     """Bytes of one unit over all parameters that have it, at `bytes_per_element`."""
+    if kind_name == REPLICATED:
+        return sum(math.prod(param.shape) for param in spec.params if param.dim is None) * bytes_per_element
     return spec.kind(kind_name).size_of((unit,)) * spec.rows_by_kind[kind_name] * bytes_per_element
 
 

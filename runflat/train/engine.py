@@ -176,6 +176,16 @@ class Engine:
         if state.optimizer_step:
             install_moments(self.optimizer, params, state)
 
+    def restore_settings(self) -> None:
+        """Take learning rate and the like from the job again: a copy of them may have been damaged."""
+        self.settings = optimizer_settings(self.job.train)
+
+    @property
+    def comms(self) -> Comms:
+        """The groups in force."""
+        assert self._comms is not None
+        return self._comms
+
     def join(self, comms: Comms) -> None:
         """From now on `comms` are the groups in force, though no step is run over them yet."""
         self._comms = comms
@@ -219,8 +229,7 @@ class Engine:
 
     def _rest(self, seconds: float) -> None:
         """Sleep in place of a computation; as that would, it ends when the generation is left."""
-        assert self._comms is not None
-        self._comms.network.interrupt.rest(self._comms.generation, seconds)
+        self.comms.network.interrupt.rest(self.comms.generation, seconds)
 
     def leave(self) -> list[Any]:
         """Stop using the groups in force; returns them and what a collective in flight may still write to.
@@ -279,8 +288,7 @@ class Engine:
         assert self.final is not None
         self._phase("commit")
         if self.pace is not None:
-            assert self._comms is not None
-            self.pace.meet(self._comms)
+            self.pace.meet(self.comms)
         return barrier(self._trainer, self.final.loss_sum, self.final.num_targets, stop, switch)
 
     def commit(self, scalars: Scalars) -> StepResult:
@@ -339,8 +347,7 @@ class Engine:
         model.train()
         if not self.reports:
             total.zero_()
-        assert self._comms is not None
-        self._comms.world.all_reduce(total)
+        self.comms.world.all_reduce(total)
         return float(total[0] / total[1])
 
     def save(self) -> tuple[Progress, ShardFile]:

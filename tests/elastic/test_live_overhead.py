@@ -14,6 +14,7 @@ from runflat.check.live import Command, Watch, cpu_s
 from runflat.check.ranks import run_ranks
 from runflat.commands.prepare import prepare, run_folder
 from runflat.commands.train import parse
+from runflat.elastic.inspection import Inspection
 from runflat.elastic.stepping import Step
 from runflat.parallel.comms import Comms, Network
 from runflat.plan.cost import device_traffic
@@ -31,6 +32,7 @@ class Alone:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.said: list[str] = []
+        self.inspection = Inspection(engine, self.say)
 
     def say(self, kind: str, **fields: Any) -> None:
         """Keeps what is said."""
@@ -45,10 +47,21 @@ class Alone:
         return self.engine.commit(scalars)
 
 
-@pytest.mark.parametrize("dead", ["", "--layout.dead 1:2"])
-def test_a_step_launches_what_the_plan_counts_and_nothing_else(live: Any, dead: str) -> None:
-    """Catches a collective that recovery needs but that every step pays for."""
-    layout = f"--layout.tp 4 --layout.replicas 2 --train.global-batch 14 {dead} --run {live.folder / 'run'}"
+@pytest.mark.parametrize(
+    ("flags", "num_digests"),
+    [
+        ("", 0),
+        ("--layout.dead 1:2", 0),
+        ("--train.digest-every 2", 2),
+        ("--train.digest-every 9 --train.memory-every 2", 2),
+    ],
+)
+def test_a_step_launches_what_the_plan_counts_and_nothing_else(live: Any, flags: str, num_digests: int) -> None:
+    """Catches a collective that recovery needs but that every step pays for; digests cost one each where asked for.
+
+    Of three steps, 0 and 2 are due every second step.
+    """
+    layout = f"--layout.tp 4 --layout.replicas 2 --train.global-batch 14 {flags} --run {live.folder / 'run'}"
     config = parse(live.flags(layout))
     prepared = prepare(config, run_folder(config), print)
     launched: Counter[Place] = Counter()
@@ -74,7 +87,7 @@ def test_a_step_launches_what_the_plan_counts_and_nothing_else(live: Any, dead: 
     said = run_ranks(prepared.plan, sync, work, network_of, in_memory=True)
     for place in prepared.plan.places:
         counted = device_traffic(prepared.spec, prepared.plan, sync, place, 32, prepared.config.train.micro_batch, 4)
-        assert launched[place] == NUM_STEPS * counted.num_collectives, place
+        assert launched[place] == NUM_STEPS * counted.num_collectives + num_digests, place
         reports = place[1] == prepared.plan.replica(place[0]).live_slots[0]
         assert said[place] == ["commit", "step"] * (NUM_STEPS if reports else 0)
 

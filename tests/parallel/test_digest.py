@@ -10,13 +10,13 @@ import torch
 from runflat.check.ranks import run_ranks
 from runflat.check.small import proof_config
 from runflat.parallel.comms import Comms, Network
-from runflat.parallel.digest import NOT_HELD, REPLICATED, SCALARS, checksum, compare, odd_weights, unit_digests
+from runflat.parallel.digest import NOT_HELD, SCALARS, checksum, compare, odd_weights, unit_digests
 from runflat.parallel.shard import cut
 from runflat.parallel.tp_plan import build_meta_model, read_rules
 from runflat.plan.plan import Place, Plan
 from runflat.plan.planner import build_plan, live_devices
 from runflat.plan.sync_groups import SyncLayout
-from runflat.plan.units import ModelSpec, param_ranges, shard_pieces
+from runflat.plan.units import REPLICATED, ModelSpec, param_ranges, shard_pieces
 
 Tensors = dict[str, dict[str, torch.Tensor]]
 NO_GROUPS = SyncLayout((), (), (), 0)

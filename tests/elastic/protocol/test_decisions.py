@@ -367,7 +367,8 @@ def test_groups_that_do_not_form_three_times_stop_the_job(make_world: Callable[.
 def test_differing_bits_take_everybody_back_to_disk(job: Job) -> None:
     """Catches a digest whose result is only logged."""
     job.hear(Published(3, "three"))
-    job.hear(said("0:0", messages.Mismatch, generation=0, units=("head 3",)))
+    unclear = {"head 3": ("0:1", "1:1")}
+    job.hear(said("0:0", messages.Mismatch, generation=0, units=("head 3",), unclear=unclear))
     for name in sorted(ALL):
         job.hear(status(name, 1, 5, memory=copies({}, name)))
     (planned,) = of(job.actions, Planned)
