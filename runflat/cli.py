@@ -16,6 +16,7 @@ COMMANDS = {
     "demo": "lose a worker in the middle of a step, train on, take it back, and compare",
     "devices": "list the devices of a run: who trains, waits, is lost, and why",
     "device": "ask one device of a run to drain, to be killed, or to return",
+    "compare": "the same training under the same failures, once per strategy",
     "chaos": "strike a small training job at random, and count what it lost",
     "diff": "compare two checkpoints of any layouts, tensor by tensor",
     "report": "runs and results as one HTML page with figures",

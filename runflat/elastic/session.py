@@ -348,7 +348,7 @@ class Session:
             assert step.scalars is not None, "a step was yielded but never entered: use `with step:`"
             if step.scalars.stop > 0:
                 self.stop_at = self.engine.progress.step
-            if step.scalars.switch > 0:
+            if step.scalars.all_switch:
                 self._go_over()
 
     def _poll(self) -> None:

@@ -26,7 +26,8 @@ from runflat.parallel.optimizer import OptimizerSettings, apply_update, clip_coe
 class Scalars:
     """Sums over all devices at the end of a step: what `apply` needs besides this device's gradients.
 
-    `num_devices` counts who took part; `non_finite`, `stop` and `switch` are above zero when any device said so.
+    `num_devices` counts who took part; `non_finite` and `stop` are above zero when any device said so; `switch` counts
+    the devices that have the order to go over to another plan.
     """
 
     num_devices: float
@@ -36,6 +37,11 @@ class Scalars:
     non_finite: float
     stop: float
     switch: float
+
+    @property
+    def all_switch(self) -> bool:
+        """Whether all go over after this step: the order reaches one device before the other, and none may go alone."""
+        return self.switch == self.num_devices
 
     def to_list(self) -> list[float]:
         """The values in field order, for a message."""

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -214,3 +214,10 @@ def test_all_skip_a_step_with_a_gradient_that_is_not_finite(corpus: Corpus, tmp_
     after = train(corpus, HURT, tmp_path / "after", steps=3, before=poison)
     assert handles == []
     assert all(not end.results[2].skipped and math.isfinite(end.results[2].grad_norm) for end in after.values())
+
+
+def test_nobody_goes_over_to_another_plan_before_all_have_the_order() -> None:
+    """Catches a device that leaves the plan because a peer's order came before its own: it does not know where to."""
+    sums = Scalars(num_devices=4, loss_sum=1, num_targets=1, squared_norm=1, non_finite=0, stop=0, switch=3)
+    assert not sums.all_switch
+    assert replace(sums, switch=4.0).all_switch
