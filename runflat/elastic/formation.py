@@ -58,7 +58,7 @@ class Formation:
                 finally:
                     self._sockets.end(generation)
         except RunError as problem:
-            error = problem
+            error = problem.with_traceback(None)  # whose frames would keep what has formed
         except (RuntimeError, OSError) as problem:  # torch's store and gloo raise plain errors
             error = CommsError(f"the groups of generation {generation} did not form: {problem}")
         self.seconds = time.monotonic() - started

@@ -343,12 +343,10 @@ class Session:
                 return
             step = Step(self, self.presence.generation)
             yield step
-            if step.error is not None:
-                raise step.error
-            assert step.scalars is not None, "a step was yielded but never entered: use `with step:`"
-            if step.scalars.stop > 0:
+            scalars = step.outcome()
+            if scalars.stop > 0:
                 self.stop_at = self.engine.progress.step
-            if step.scalars.all_switch:
+            if scalars.all_switch:
                 self._go_over()
 
     def _poll(self) -> None:

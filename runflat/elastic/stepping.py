@@ -88,6 +88,24 @@ class Step:
             self.error = lost
         return True
 
+    def outcome(self) -> Scalars:
+        """The sums of this step, which has committed.
+
+        Raises:
+            AbortedError: it did not, the generation was left.
+            CommsError: it did not, a peer was lost.
+        """
+        error, self.error = self.error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                # An error holds the frames that it passed, and so the groups of its generation: a frame or a step that
+                # holds the error would keep their sockets and threads until the garbage collector comes by.
+                del error
+        assert self.scalars is not None, "a step was yielded but never entered: use `with step:`"
+        return self.scalars
+
     def _finish(self) -> None:
         """Exchange gradients, meet all devices, commit, report."""
         host, engine = self._host, self._engine
