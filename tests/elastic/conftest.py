@@ -58,8 +58,12 @@ class Live:
         arguments: str,
         events: Sequence[dict[str, Any]] = (),
         alongside: Alongside | None = None,
+        loop: str | None = None,
     ) -> Ran:
-        """Runs to the end; `alongside(watch)` acts meanwhile, in a thread of its own, and its error is the test's."""
+        """Runs to the end, with runflat's loop or "file.py:function".
+
+        `alongside(watch)` acts meanwhile, in a thread of its own, and its error is the test's.
+        """
         from runflat.commands.train import parse, train
 
         run = self.folder / name
@@ -76,7 +80,7 @@ class Live:
         helper.start()
         error = None
         try:
-            code = train(parse(argv))[0]
+            code = train(parse(argv), loop)[0]
         except RunflatError as problem:
             code, error = problem.exit_code, str(problem)
         helper.join(60)
