@@ -1,4 +1,4 @@
-"""Two faults at once, against real processes: SIGKILL in one phase, then SIGKILL or SIGSTOP while that is dealt with."""
+"""Two faults at once, against real processes: SIGKILL in one phase, then SIGKILL or SIGSTOP in the recovery from it."""
 
 from __future__ import annotations
 
