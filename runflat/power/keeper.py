@@ -307,7 +307,12 @@ class Keeper:
             kept.trouble = f"its driver was reloaded and set its default, {reading.limit_w:g} W"
             self._audit("driver-reset", {"uuid": uuid, "limit_w": reading.limit_w})
             kept.lease = kept.written_w = None
-            self.owed[uuid] = Owed(nominal_w=owed.nominal_w, from_w=reading.limit_w, to_w=reading.limit_w)
+            self.owed[uuid] = Owed(
+                nominal_w=owed.nominal_w,
+                from_w=reading.limit_w,
+                to_w=reading.limit_w,
+                energy_j=finite(reading.energy_j),
+            )
             self._save()  # or not: the way back to nominal does not wait for a disk
             self.restore(uuid, now)
         else:

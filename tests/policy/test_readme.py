@@ -11,7 +11,15 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 EXECUTED = ("README.md", "docs/guide.md")
-LINKED = (*EXECUTED, "docs/design.md", "docs/limits.md", "docs/log.md", "CONTRIBUTING.md", "CHANGELOG.md")
+LINKED = (
+    *EXECUTED,
+    "docs/design.md",
+    "docs/power.md",
+    "docs/limits.md",
+    "docs/log.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+)
 
 
 def fenced(text: str, *languages: str) -> list[str]:
