@@ -73,7 +73,13 @@ def main(argv: list[str]) -> int:
         if args.dry_run:
             backend, journal = DryRunDevices(backend), MemoryJournal()
         if args.restore:
-            return _report(tuple(Keeper({}, backend, journal, log, time.monotonic()).owed))
+            keeper = Keeper({}, backend, journal, log, time.monotonic())
+            if keeper.is_damaged:
+                raise PowerError(
+                    f"the journal in {args.state} is damaged, so what is owed is not known: start the agent with its "
+                    "limits file, and it finds out from the devices."
+                )
+            return _report(tuple(keeper.owed))
         try:
             site = read_site(args.limits)
         except PowerError:
@@ -87,9 +93,12 @@ def main(argv: list[str]) -> int:
         print(f"runflat power-agent: {len(site.devices)} devices, listening on {args.socket}", flush=True)
         notify = _notifier()
         notify("READY=1")
-        Server(agent, listener, stop, time.monotonic, lambda: notify("WATCHDOG=1")).run()
-        notify("STOPPING=1")
-        return _report(agent.stop(time.monotonic()))
+        try:
+            Server(agent, listener, stop, time.monotonic, lambda: notify("WATCHDOG=1")).run()
+            notify("STOPPING=1")
+        finally:
+            owed = agent.stop(time.monotonic())
+        return _report(owed)
 
 
 def _report(owed: tuple[str, ...]) -> int:

@@ -6,6 +6,7 @@ this process. Whoever holds a lease must say something with it (`renew`, `set_li
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import socket
 import time
@@ -94,7 +95,9 @@ class AgentClient:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
                 connection.settimeout(self._timeout_s)
                 connection.connect(str(self._path))
-                connection.sendall(to_line(request))
+                # An agent that refuses the caller says so and hangs up, perhaps before this is sent: read its words.
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                    connection.sendall(to_line(request))
                 return parse_reply(self._read_line(connection, deadline_s))
         except TimeoutError:
             return Failure(error="timeout", text=f"{self._path}: no answer within {self._timeout_s:g} s")

@@ -79,7 +79,7 @@ class Keeper:
         self._backend = backend
         self._journal = journal
         self._audit = audit
-        self._is_unsaved = False
+        self._is_unsaved = self.is_damaged = False
         self.kept = {uuid: Kept(site) for uuid, site in devices.items()}
         try:
             self.owed = journal.load()
@@ -89,7 +89,9 @@ class Keeper:
                 uuid: Owed(nominal_w=site.nominal_w, from_w=site.low_w, to_w=site.ceiling_w)
                 for uuid, site in devices.items()
             }
-            self._is_unsaved = True
+            # Without a device to find anything out from, the damage must stay visible for an agent that has some.
+            self._is_unsaved = bool(devices)
+            self.is_damaged = True
         for uuid, owed in self.owed.items():
             if uuid not in self.kept:
                 low_w, high_w = min(owed.nominal_w, owed.to_w), max(owed.nominal_w, owed.to_w)

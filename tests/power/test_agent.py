@@ -6,7 +6,7 @@ import pytest
 
 from runflat.power.fakes import JOB, MAX_W, NOMINAL_W, STRANGER, FakeNode, site_limits
 from runflat.power.journal import JournalError, MemoryJournal, Owed
-from runflat.power.keeper import SETTLE_S
+from runflat.power.keeper import SETTLE_S, Keeper
 from runflat.power.wire import Acquire, Failure, Granted, Read, Renew, Reply, SetDone
 
 HEALTHY = [NOMINAL_W] * 3
@@ -246,6 +246,22 @@ def test_damaged_journal(node: FakeNode, monkeypatch: pytest.MonkeyPatch) -> Non
     assert node.limits() == [NOMINAL_W, NOMINAL_W, MAX_W]
     assert isinstance(node.saved, MemoryJournal)
     assert node.saved.load() == {}
+
+
+def test_damaged_journal_outlives_a_restore_without_devices(node: FakeNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a clean-up after a crash that wipes the damage away, so that the next agent believes nothing is owed."""
+
+    def damaged() -> dict[str, Owed]:
+        raise JournalError("not JSON")
+
+    node.set(node.lease(), a=1100.0)
+    before = node.saved.load()
+    monkeypatch.setattr(node, "load", damaged)
+    assert Keeper({}, node, node, node.write_down, node.now_s).is_damaged
+    assert node.saved.load() == before
+    assert node.limits()[0] == 1100.0
+    node.start()
+    assert node.limits() == HEALTHY
 
 
 def test_device_left_the_limits_file(node: FakeNode) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from runflat.power.client import AgentClient, acquire, read, release, renew, set_limits
+from runflat.power.client import AgentClient, LocalAgent, acquire, read, release, renew, set_limits
 from runflat.power.fakes import CEILING_W, NOMINAL_W, FakeNode, site_limits
 from runflat.power.serve import MAX_CLIENTS_OF_ONE_USER, PATIENCE_S, Server, listen
 from runflat.power.wire import MAX_MESSAGE_BYTES, Failure, Granted, SetDone, Telemetry
@@ -184,6 +184,23 @@ def test_silence_ends_the_lease(start: Start) -> None:
         assert time.monotonic() < deadline_s
         threading.Event().wait(0.02)
     assert node.limits() == [NOMINAL_W] * 3
+
+
+def test_local_agent_keeps_the_same_rules() -> None:
+    """Catches devices of this process that stay boosted because nobody turns the agent's clock."""
+    node = FakeNode()
+    port = LocalAgent(site_limits(allow_uids=(0,)), node.devices, node.write_down, lambda: node.now_s)
+    granted = acquire(port, ["GPU-a"], ttl_s=5.0)
+    assert isinstance(granted, Granted)
+    assert isinstance(set_limits(port, granted.lease, {"GPU-a": 1100.0}), SetDone)
+    assert node.limits()[0] == 1100.0
+    node.now_s += 5.0
+    seen = read(port)
+    assert isinstance(seen, Telemetry)
+    assert seen.devices[0].limit_w == NOMINAL_W
+    reply = renew(port, granted.lease)
+    assert isinstance(reply, Failure)
+    assert reply.error == "no-lease"
 
 
 def test_nobody_there(tmp_path: Path) -> None:
