@@ -16,6 +16,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from runflat.commands.report import ReportArgs, write_report
 from runflat.errors import ConfigError, RunError
 
 DESCRIPTION = """Show live recovery on this machine, and compare with runs that lost nothing.
@@ -82,6 +83,8 @@ def main(argv: list[str]) -> int:
     _train(folder, "exact-hurt", EXACT | LAYOUT, EXACT_FAILURE, quiet=console)
     _train(folder, "exact-whole", EXACT | LAYOUT, quiet=console)
     code = _conclude(folder, console)
+    report = ReportArgs((folder / "hurt",), folder / "report.html", whole=folder / "whole", title="runflat demo")
+    console.print(write_report(report), markup=False)
     console.print(f"everything is in {folder}; the demo took {time.monotonic() - started:.0f} s")
     return code
 

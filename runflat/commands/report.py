@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +13,8 @@ from runflat.errors import ConfigError
 
 DESCRIPTION = """Write one HTML page about runs and results: it needs no network, and every figure can be saved from it.
 
-Give folders of runs (finished, stopped or running), and result files of simulate, sweep and advise, in any number.
+Give folders of runs (finished, stopped or running), and result files of simulate, sweep, advise and
+compare, in any number.
 
 Example: runflat report runs/demo/hurt --whole runs/demo/whole -o report.html
 """
@@ -49,6 +50,7 @@ def write_report(args: ReportArgs) -> str:
         ConfigError: nothing was named.
         DataError: a run or result cannot be read.
     """
+    from runflat.report.compare_view import compare_views
     from runflat.report.page import render, write_figures
     from runflat.report.run_files import read_run
     from runflat.report.views import View, result_view, run_view
@@ -59,7 +61,13 @@ def write_report(args: ReportArgs) -> str:
     views: list[View] = []
     for number, path in enumerate(args.inputs, start=1):
         key = f"v{number}"
-        views.append(result_view(path, key) if path.is_file() else run_view(read_run(path), key, whole))
+        compared = path / "compare.json" if path.is_dir() else path
+        if compared.name == "compare.json" and compared.is_file():
+            view, runs = compare_views(compared)
+            views.append(replace(view, key=key))
+            views += [run_view(run, f"{key}-{index}", whole) for index, run in enumerate(runs)]
+        else:
+            views.append(result_view(path, key) if path.is_file() else run_view(read_run(path), key, whole))
     title = args.title or ", ".join(view.name for view in views)
     page = render(views, title)
     args.output.parent.mkdir(parents=True, exist_ok=True)

@@ -86,7 +86,7 @@ def marks(data: RunData) -> tuple[Mark, ...]:
     return tuple(sorted(found, key=lambda mark: mark.x))
 
 
-def _with_gaps(steps: Sequence[Step], values: Sequence[float | None]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def stair(steps: Sequence[Step], values: Sequence[float | None]) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Times and rates as a stair: each holds from the step's begin to its commit, and is 0 while no step ran."""
     times: list[float] = []
     rates: list[float] = []
@@ -109,7 +109,7 @@ def tokens_figure(data: RunData) -> Figure | None:
     """Tokens per second over time; falls to 0 where nobody trained."""
     if not data.steps:
         return None
-    times, rates = _with_gaps(data.steps, [step.tokens_per_s for step in data.steps])
+    times, rates = stair(data.steps, [step.tokens_per_s for step in data.steps])
     if not times:
         return None
     return Lines(

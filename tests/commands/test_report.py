@@ -7,6 +7,7 @@ import pytest
 
 from runflat import cli
 from runflat.commands import report
+from runflat.errors import DataError
 
 RESULT = Path(__file__).parents[2] / "experiments" / "availability" / "result.json"
 
@@ -64,3 +65,25 @@ def test_a_damaged_run_is_reported_with_a_warning(tmp_path: Path) -> None:
     said = report.write_report(report.ReportArgs((run,), tmp_path / "r.html"))
     assert "warning: r: steps.jsonl is missing" in said
     assert "steps.jsonl is missing" in (tmp_path / "r.html").read_text()
+
+
+def test_a_comparison_shows_each_strategy(tmp_path: Path) -> None:
+    """Catches a comparison whose runs are not found, or whose numbers are not those of compare.json."""
+    for name in ("ntp", "drop"):
+        (tmp_path / name).mkdir()
+        row = {"step": 0, "time_s": 1.0, "step_s": 0.5, "tokens_per_s": 100.0, "loss": 5.0, "generation": 0}
+        (tmp_path / name / "steps.jsonl").write_text(json.dumps(row) + "\n")
+    none = {"words": None, "recovery_s": None, "longest_recovery_s": 0.7, "work_repeated": 0.0, "devices_idle": 0.0}
+    rows = [
+        {"strategies": name, "run": name, "goodput": goodput, "wall_s": 9.0, "num_incidents": 1, **none}
+        for name, goodput in (("ntp", 0.9), ("drop", 0.8))
+    ]
+    (tmp_path / "compare.json").write_text(json.dumps({"inject": "f.json", "runs": rows}))
+    report.write_report(report.ReportArgs((tmp_path,), tmp_path / "r.html"))
+    page = (tmp_path / "r.html").read_text()
+    assert page.count('role="tab"') == 3
+    assert "90 %" in page
+    assert "Tokens per second under each strategy" in page
+    (tmp_path / "compare.json").write_text(json.dumps({"runs": [{"strategies": "ntp"}]}))
+    with pytest.raises(DataError, match="no comparison of this version"):
+        report.write_report(report.ReportArgs((tmp_path,), tmp_path / "r.html"))
