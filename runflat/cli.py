@@ -18,6 +18,7 @@ COMMANDS = {
     "device": "ask one device of a run to drain, to be killed, or to return",
     "compare": "the same training under the same failures, once per strategy",
     "chaos": "strike a small training job at random, and count what it lost",
+    "export": "write a run's weights as a model directory that transformers loads",
     "diff": "compare two checkpoints of any layouts, tensor by tensor",
     "report": "runs and results as one HTML page with figures",
     "simulate": "what each strategy is worth on a cluster and its failures",

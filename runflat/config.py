@@ -37,7 +37,7 @@ class ModelSection(Section):
     from_dir are all left out: tiny."""
     dir: Path | None = None
     """Directory of a Hugging Face model (config.json); its weights are not read."""
-    from_dir: Path | None = None
+    from_dir: Annotated[Path | None, tyro.conf.arg(aliases=("--from",))] = None
     """Directory of safetensors to start from instead of random weights; gives the shape too (its config.json) unless
     preset, dir or arch does."""
     arch: str | None = None

@@ -110,11 +110,17 @@ def _corpus(config: TrainConfig, run: Path, spec: ModelSpec) -> Corpus:
         cache_dir=run / "tokens",
         seq_len=config.data.seq_len,
         seed=config.data.seed,
-        tokenizer=config.data.tokenizer,
+        tokenizer=tokenizer_of(config),
         holdout_fraction=config.data.holdout_fraction,
         max_holdout_sequences=config.data.holdout_sequences,
         model_vocab_size=spec.kind("vocab").size,
     )
+
+
+def tokenizer_of(config: TrainConfig) -> Path | None:
+    """The tokenizer that is asked for, else that of the model directory to start from; None where bytes are tokens."""
+    model = config.model.from_dir
+    return config.data.tokenizer or (model if model and (model / "tokenizer.json").is_file() else None)
 
 
 def _all_places(config: TrainConfig) -> list[tuple[int, int]]:
@@ -180,9 +186,12 @@ def claimed(run: Path) -> Iterator[None]:
 
 
 def write_config(prepared: Prepared) -> None:
-    """Record the configuration, and drop the steps that a resumed run will do again."""
+    """Record the configuration and the model's, and drop the steps that a resumed run will do again."""
     run, config = prepared.run, prepared.config
+    from runflat.train.export import keep_model
+
     (run / "config.json").write_text(config.model_dump_json(indent=2) + "\n")
+    keep_model(run, prepared.job.hf_config, prepared.spec.name, tokenizer_of(config))
     steps = run / "steps.jsonl"
     start = prepared.checkpoint.progress.step if prepared.checkpoint else 0
     fresh = steps.with_suffix(".new")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import tyro
 
 from runflat.commands.origin import origin
-from runflat.commands.prepare import Prepared, claimed, prepare, run_folder, write_config
+from runflat.commands.prepare import Prepared, claimed, prepare, run_folder, tokenizer_of, write_config
 from runflat.commands.progress import ProgressView
 from runflat.config import TrainConfig, flag_rules, load_config
 from runflat.errors import CheckpointError, RunError
@@ -191,7 +191,7 @@ def _conclude(prepared: Prepared, summary: dict[str, Any], view: ProgressView) -
     outcome = "stopped" if summary["stopped"] else "finished"
     loss = f"loss {summary['loss']:.4f}" if summary["loss"] is not None else "no step was done"
     held = summary["holdout_loss"]
-    unit = "byte" if prepared.config.data.tokenizer is None else "token"
+    unit = "byte" if tokenizer_of(prepared.config) is None else "token"
     view.say(
         f"{outcome} at step {summary['step']} after {summary['wall_s']:.0f} s: {loss}"
         + (f", held-out loss {held:.4f} nats per {unit}" if held is not None else "")
