@@ -26,7 +26,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from runflat.config import TrainConfig, config_error
+from runflat.commands.config_files import config_error
+from runflat.config import TrainConfig
 from runflat.elastic.session import Session as Worker
 from runflat.errors import ConfigError
 

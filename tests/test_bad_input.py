@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from runflat.cli import run as runflat
-from runflat.config import TrainConfig, load_config
+from runflat.commands.config_files import load_config
+from runflat.config import TrainConfig
 from runflat.errors import ConfigError, DataError, UserError
 from runflat.presets import read_preset
 from runflat.train.data import Corpus, prepare

@@ -8,16 +8,8 @@ import pytest
 import tyro
 from pydantic import ValidationError
 
-from runflat.config import (
-    LayoutSection,
-    ModelSection,
-    Section,
-    TrainConfig,
-    TrainSection,
-    config_error,
-    flag_rules,
-    load_config,
-)
+from runflat.commands.config_files import config_error, flag_rules, load_config
+from runflat.config import LayoutSection, ModelSection, Section, TrainConfig, TrainSection
 from runflat.errors import ConfigError
 from runflat.presets import preset_names, read_preset
 

@@ -72,11 +72,12 @@ def prepare(config: TrainConfig, run: Path, warn: Callable[[str], Any], loop: st
         _check_resume(config, checkpoint, spec)
     corpus = None if loop else _corpus(config, run, spec)
     events = _events(config)
-    check_events(events, [f"{replica}:{slot}" for replica, slot in _all_places(config)])
+    check_events(events, [*(f"{replica}:{slot}" for replica, slot in _all_places(config)), *config.spare_devices])
     job = Job(
         hf_config=json.loads(hf_config.to_json_string(use_diff=False)),
         attention=attention,
         tp_full=config.layout.tp,
+        replicas=config.layout.replicas,
         seq_len=config.data.seq_len,
         corpus=corpus.to_json() if corpus else None,
         train=config.train,

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import tyro
 
+from runflat.commands.config_files import flag_rules, load_config
 from runflat.commands.origin import origin
 from runflat.commands.prepare import Prepared, claimed, prepare, run_folder, tokenizer_of, write_config
 from runflat.commands.progress import ProgressView
-from runflat.config import TrainConfig, flag_rules, load_config
+from runflat.config import TrainConfig
 from runflat.errors import CheckpointError, RunError
 
 if TYPE_CHECKING:
@@ -150,6 +151,7 @@ def _controller(prepared: Prepared, view: ProgressView) -> Controller:
         seq_len=config.data.seq_len,
         element_bytes=DTYPES[config.train.dtype].itemsize,
         chain=config.on_failure,
+        spares=config.spare_devices,
     )
 
     def numbered(previous: str, step: int, samples: Iterable[int]) -> str:

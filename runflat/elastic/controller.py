@@ -354,7 +354,8 @@ class Controller:
         wall_s = self._wall_s or self.now
         if step_s is None or not wall_s:
             return None, source
-        batch = self.setting.state.planner.job.num_sequences
+        planner = self.setting.state.planner
+        batch = planner.job.num_sequences * len(planner.devices) / len(planner.placement)
         steps = (self.books.num_samples - self.books.first_sample) / batch
         return steps * step_s / wall_s, source
 

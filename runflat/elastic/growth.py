@@ -6,11 +6,13 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from runflat.elastic.actions import Took, Turn
+from runflat.elastic.choice import joiners
 from runflat.elastic.messages import Behind, Fed, Listening, LowMem, Prepared, Switched
 from runflat.elastic.orders import Exit, Feed, Move, Prepare, Receive, Switch, Unfeed, Unprepare
-from runflat.elastic.recovery import again, describe
+from runflat.elastic.recovery import again, describe, send_stop
 from runflat.elastic.state import Growth, GrowthStage, Stage, Standing, State
 from runflat.plan.plan import Plan
+from runflat.plan.strategies import Strategy
 
 PATIENCE_S = 30.0
 """How long a tested device waits for others that start, so that all join in one change."""
@@ -31,7 +33,7 @@ def consider(turn: Turn) -> None:
     if state.standing(Standing.DRAINING):
         _begin_leave(turn)
         return
-    standby = state.standing(Standing.STANDBY)
+    standby = state.standby()
     fit = frozenset((*state.live(), *standby))
     if not standby:
         _consider_shares(turn)
@@ -41,24 +43,39 @@ def consider(turn: Turn) -> None:
     waited = turn.now - min(state.devices[name].since for name in standby)
     if state.standing(Standing.STARTING) and waited < PATIENCE_S:
         return
-    decision = state.planner.decide(fit, state.decision, state.too_low, state.slow)
-    joining = tuple(device for _, device in decision.devices if device in standby)
-    if not joining:
+    _, growth = _change_to(state, fit, turn.now)
+    if growth is None or not growth.joining:
         turn.set(considered=fit)
         return
+    _open(turn, growth)
+
+
+def _change_to(state: State, fit: Collection[str], now: float) -> tuple[str | None, Growth | None]:
+    """The change after which exactly `fit` can work; else why there can be none."""
+    decision = state.planner.decide(fit, state.decision, state.too_low, state.slow)
+    if decision.stop:
+        return "without it no device is left that can work", None
     generation = state.generation + 1
     plan = state.planner.plan(decision, generation, state.plan)
     moves = state.planner.moves(_holdings(state), plan)
+    if moves.lost:
+        return f"no other device holds {moves.lost[0]}, so it cannot leave without loss", None
     members = {plan.device(place) for place in plan.places}
     gone = tuple(name for name in state.members() if name not in members)
-    if moves.lost:
-        turn.set(considered=fit)
-        return
-    growth = Growth(generation, plan, decision, GrowthStage.LISTEN, turn.now, turn.now, joining, gone, moves.transfers)
-    turn.set(generation=generation, growth=growth)
-    for name in joining:
-        order = Receive(generation=generation, plan=plan.to_json(), token=token(state, generation, name))
-        turn.send((name,), order)
+    joining = joiners(state, decision)
+    stage = GrowthStage.LISTEN if joining else GrowthStage.PREPARE
+    return None, Growth(generation, plan, decision, stage, now, now, joining, gone, moves.transfers)
+
+
+def _open(turn: Turn, growth: Growth) -> None:
+    """Begin a change: who joins is fed first; where nobody joins the groups form at once."""
+    turn.set(generation=growth.generation, growth=growth)
+    plan = growth.plan.to_json()
+    if growth.stage is GrowthStage.PREPARE:
+        turn.send(growth.everyone, Prepare(generation=growth.generation, plan=plan))
+    for name in growth.joining:
+        secret = token(turn.state, growth.generation, name)
+        turn.send((name,), Receive(generation=growth.generation, plan=plan, token=secret))
 
 
 def _consider_shares(turn: Turn) -> None:
@@ -73,44 +90,31 @@ def _consider_shares(turn: Turn) -> None:
         return
     generation = state.generation + 1
     plan = state.planner.plan(decision, generation, state.plan)
-    growth = Growth(generation, plan, decision, GrowthStage.PREPARE, turn.now, turn.now)
-    turn.set(generation=generation, growth=growth)
-    turn.send(growth.everyone, Prepare(generation=generation, plan=plan.to_json()))
+    _open(turn, Growth(generation, plan, decision, GrowthStage.PREPARE, turn.now, turn.now))
 
 
 def _begin_leave(turn: Turn) -> None:
     """Prepare the plan without the devices that want to leave; refuse if nobody else holds what they hold."""
     state = turn.state
-    problem, growth = _leave_plan(state, state.standing(Standing.DRAINING), turn.now)
+    problem, growth = _change_to(state, _staying(state, state.standing(Standing.DRAINING)), turn.now)
     if growth is None:
         for name in state.standing(Standing.DRAINING):
             turn.device(name, standing=Standing.ACTIVE, by_word=False)
             turn.say(f"{name} stays: {problem}")
         return
-    turn.set(generation=growth.generation, growth=growth)
-    turn.send(growth.everyone, Prepare(generation=growth.generation, plan=growth.plan.to_json()))
+    _open(turn, growth)
 
 
 def why_not_leave(state: State, device: str) -> str | None:
     """Why `device` cannot leave without loss, or None if it can."""
     leaving = {*state.standing(Standing.DRAINING), device}
-    return _leave_plan(state, leaving, 0.0)[0]
+    return _change_to(state, _staying(state, leaving), 0.0)[0]
 
 
-def _leave_plan(state: State, leaving: Collection[str], now: float) -> tuple[str | None, Growth | None]:
-    stay = [name for name in state.live() if name not in leaving]
-    decision = state.planner.decide(stay, state.decision, state.too_low, state.slow)
-    if decision.stop:
-        return "without it no device is left that can work", None
-    generation = state.generation + 1
-    plan = state.planner.plan(decision, generation, state.plan)
-    moves = state.planner.moves(_holdings(state), plan)
-    if moves.lost:
-        return f"no other device holds {moves.lost[0]}, so it cannot leave without loss", None
-    members = {plan.device(place) for place in plan.places}
-    gone = tuple(name for name in state.members() if name not in members)
-    stage = GrowthStage.PREPARE
-    return None, Growth(generation, plan, decision, stage, now, now, (), gone, moves.transfers)
+def _staying(state: State, leaving: Collection[str]) -> tuple[str, ...]:
+    """Who works when these have left: where the chain has spares, those that stand by too."""
+    standby = state.standby() if Strategy.SPARE in state.planner.chain else ()
+    return tuple(name for name in (*state.live(), *standby) if name not in leaving)
 
 
 def _holdings(state: State) -> dict[str, Plan]:
@@ -237,6 +241,8 @@ def complete(turn: Turn) -> None:
     turn.set(stage_since=turn.now, progress_at=turn.now, considered=frozenset(), paces={})
     turn.do(Took(growth.plan, turn.state.committed))
     turn.say(f"generation {growth.generation}: {describe(growth.plan)}, from step {turn.state.committed}")
+    if state.stop_asked:
+        send_stop(turn)
 
 
 def on_lowmem(turn: Turn, device: str, message: LowMem) -> None:
@@ -276,7 +282,7 @@ def cancel(turn: Turn, reason: str, without: Collection[str] = ()) -> None:
     turn.send((name for name in told if name not in without), Unprepare(generation=growth.generation))
     names = " and ".join(growth.joining or growth.leaving)
     if growth.joining:
-        turn.set(leaving=frozenset())
+        turn.set(leaving=frozenset())  # whoever was to leave for them tries again
         turn.say(f"{names} not taken in yet: {reason}")
     elif growth.leaving:
         turn.say(f"{names} leaves by way of an abort: {reason}")

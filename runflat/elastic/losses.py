@@ -83,7 +83,8 @@ def _words(code: int | None) -> str:
 def on_failed(turn: Turn, name: str, message: Failed) -> None:
     """A worker ends by an error. One of a member would come again on the next device, so the job stops with it."""
     state = turn.state
-    member = state.devices[name].standing in LIVE or state.stage is Stage.START
+    device = state.devices[name]
+    member = device.standing in LIVE or (state.stage is Stage.START and device in initial(state))
     if message.cause == "comms" or not member:
         turn.device(name, cause=message.text)
     elif message.cause == "user":
@@ -139,12 +140,13 @@ def on_selftested(turn: Turn, name: str, message: SelfTested) -> None:
     elif turn.state.devices[name] not in initial(turn.state) or turn.state.stage is not Stage.START:
         turn.device(name, standing=Standing.STANDBY)
         turn.do(Note(Event(event=EventKind.RETURN, device=name, time_s=turn.now)))
-        turn.say(f"{name} is back: tested, waits to join")
+        back = "ready" if name in turn.state.planner.spares and not turn.state.devices[name].incarnation else "back"
+        turn.say(f"{name} is {back}: tested, waits to join")
 
 
 def start(turn: Turn, name: str) -> None:
     """Start a device's process again, and with it those of a replica that can work again now."""
-    for device in (name, *_companions(turn.state, name)):
+    for device in (name, *_companions(turn.state, (name,))):
         old = turn.state.devices[device]
         fresh = Device(
             name=device,
@@ -163,14 +165,25 @@ def start(turn: Turn, name: str) -> None:
         turn.say(f"{device} starts")
 
 
-def _companions(state: State, name: str) -> tuple[str, ...]:
-    """Parked devices of replicas that left, which would have work if `name` were there."""
+def wake(turn: Turn) -> None:
+    """Start parked devices that have work together with those that stand by, as where a spare was late."""
+    state = turn.state
+    standby = frozenset(state.standby())
+    if state.stage is not Stage.RUN or state.growth or state.stop_asked or standby in (frozenset(), state.woken):
+        return
+    turn.set(woken=standby)
+    for device in _companions(state)[:1]:
+        start(turn, device)  # and with it the others
+
+
+def _companions(state: State, names: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """Parked devices of replicas that left, which would have work if `names` were there."""
     surplus = {d.name for d in state.devices.values() if d.standing is Standing.PARKED and d.surplus}
     if not surplus:
         return ()
-    fit = {*state.live(), *state.standing(Standing.STANDBY, Standing.STARTING), *surplus, name}
+    fit = {*state.live(), *state.standing(Standing.STANDBY, Standing.STARTING), *surplus, *names}
     decision = state.planner.decide(fit, state.decision, state.too_low, state.slow)
-    return tuple(device for _, device in decision.devices if device in surplus and device != name)
+    return tuple(device for _, device in decision.devices if device in surplus and device not in names)
 
 
 def on_asked(turn: Turn, asked: Asked) -> None:

@@ -41,7 +41,7 @@ class Meter:
             return Category.FAILED
         if device.standing in (Standing.STANDBY, Standing.PARKED):
             return Category.IDLE
-        if not self._ran:
+        if not self._ran and not (device.healthy and device.standing is Standing.STARTING):
             return Category.START
         if device.standing is Standing.STARTING:
             return Category.IDLE if device.healthy else Category.FAILED

@@ -56,6 +56,9 @@ class Planner:
         previous: Decision | None,
         too_low: int = 0,
         slow: Mapping[int, float] = MappingProxyType({}),
+        *,
+        has_holders: bool = True,
+        has_checkpoint: bool = True,
     ) -> Decision:
         """Who works on what when exactly `live` can work.
 
@@ -64,15 +67,18 @@ class Planner:
             previous: the decision in force.
             too_low: no degree up to this one fits in memory.
             slow: replicas that take longer than their degree says, and how many times.
+            has_holders: whether each unit has a live holder.
+            has_checkpoint: whether there is a whole copy of everything, in memory or on disk.
         """
         health = Health(self.devices, frozenset(self.devices) - frozenset(live))
         return decide(
-            self.job,
+            replace(self.job, has_checkpoint=has_checkpoint),
             health,
             self.chain,
             placement=dict(self.placement),
             seconds=lambda replica, dead: self.work(replica, dead) * slow.get(replica, 1.0),
             fits_memory=lambda degree: degree > too_low,
+            has_holders=lambda replica, dead: has_holders,
             previous=previous,
         )
 
@@ -108,6 +114,26 @@ class Planner:
 
     def _held(self, plan: Plan, device: str) -> Units:
         return {kind: frozenset(units) for kind, units in plan.held(self.spec.kinds, device).items()}
+
+    def missing(self, holdings: Mapping[str, Plan]) -> tuple[str, ...]:
+        """Units (`kind unit`) that none of these devices holds, each holding what its plan says."""
+        return self._missing([self._held(plan, device) for device, plan in holdings.items()])
+
+    def newest_copy(self, copies: Mapping[str, Sequence[MemoryCopy]], plans: Mapping[int, Plan]) -> int | None:
+        """The newest step of which the copies in memory make up everything; None if there is none."""
+        steps: dict[int, list[Units]] = {}
+        for copy in (copy for entries in copies.values() for copy in entries):
+            if copy.generation in plans:
+                steps.setdefault(copy.step, []).append(self._held(plans[copy.generation], copy.device))
+        return max((step for step, have in steps.items() if not self._missing(have)), default=None)
+
+    def _missing(self, have: Collection[Units]) -> tuple[str, ...]:
+        return tuple(
+            f"{kind.name} {unit}"
+            for kind in self.spec.kinds
+            for unit in range(kind.num_units)
+            if not any(unit in units.get(kind.name, ()) for units in have)
+        )
 
     def moves(
         self,

@@ -52,10 +52,9 @@ def first_state(
     for name in planner.devices:
         standing = Standing.LOST if name in dead else Standing.STARTING
         cause = "dead from the start" if name in dead else ""
-        gone = name in dead
-        devices[name] = Device(
-            name, standing, 0.0, by_word=gone, scripted=name in scripted, cause=cause, present=not gone
-        )
+        gone, spare = name in dead, name in planner.spares
+        fields = {"by_word": gone, "scripted": name in scripted, "present": not gone, "healthy": spare}
+        devices[name] = Device(name, standing, 0.0, cause=cause, **fields)
     return State(
         planner=planner,
         limits=limits,
@@ -90,6 +89,7 @@ def decide(state: State, happening: Happening, now: float) -> tuple[State, tuple
     elif isinstance(happening, Published):
         turn.set(checkpoint=(happening.step, happening.folder))
     growth.consider(turn)
+    losses.wake(turn)
     if turn.state.stage is Stage.FINISHED:
         recovery.close_incident(turn, ended=True)
     return turn.state, tuple(turn.actions)
@@ -184,5 +184,5 @@ def _on_stop(turn: Turn) -> None:
     change = turn.state.growth
     if change is not None and change.stage is not GrowthStage.SWITCH:
         growth.cancel(turn, "the run is ending")
-    if turn.state.stage is Stage.RUN:
+    if turn.state.stage is Stage.RUN and turn.state.growth is None:  # else when all have gone over
         recovery.send_stop(turn)

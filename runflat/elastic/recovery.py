@@ -8,6 +8,7 @@ from dataclasses import replace
 from runflat.cluster.ledger import Incident
 from runflat.elastic import heal
 from runflat.elastic.actions import Closed, Grew, Opened, Planned, Took, Turn
+from runflat.elastic.choice import choose
 from runflat.elastic.messages import Commit, Formed, LowMem, Ready, Running, Status
 from runflat.elastic.orders import Abort, Exit, Go, PlanOrder, Resume, Stop
 from runflat.elastic.state import SAME_MEMBERS, Disturbance, GrowthStage, Stage, Standing, State
@@ -110,10 +111,7 @@ def check_statuses(turn: Turn) -> None:
 def replan(turn: Turn) -> None:
     """Decide who goes on and from where, and give out the plan; or stop the run with the reason."""
     state = turn.state
-    fit = set(state.live()) - state.leaving
-    if Strategy.SPARE in state.planner.chain:
-        fit |= set(state.standing(Standing.STANDBY)) & set(state.planner.spares)
-    decision = state.planner.decide(fit, state.decision, state.too_low, state.slow)
+    decision = choose(state)
     if decision.stop:
         reasons = f" ({'; '.join(decision.words)})" if decision.words else ""
         turn.finish(f"no device is left that can work{reasons}. {_way_on(state)}")

@@ -199,6 +199,8 @@ class Session:
         if short is not None:
             self.say("lowmem", generation=plan.generation, need_bytes=short[0], free_bytes=short[1])
             return
+        if self.plan is None:
+            self._mark = time.monotonic()  # no generation was left for it
         self.plan, self.resume = plan, resume
         self.presence.generation = plan.generation
         self.healed = self.device_id in resume.healed

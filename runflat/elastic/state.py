@@ -303,6 +303,8 @@ class State:
     growth_fails: int = 0
     considered: frozenset[str] = frozenset()
     """Devices with which a change was considered in vain."""
+    woken: frozenset[str] = frozenset()
+    """Devices standing by for which it was considered whose processes to start."""
     stop_asked: bool = False
     done: frozenset[str] = frozenset()
     stopped: bool = False
@@ -325,6 +327,10 @@ class State:
     def standing(self, *standings: Standing) -> tuple[str, ...]:
         """Names of the devices with one of these standings."""
         return tuple(d.name for d in self.devices.values() if d.standing in standings)
+
+    def standby(self) -> tuple[str, ...]:
+        """Devices that are tested and wait, and have not been killed."""
+        return tuple(d.name for d in self.devices.values() if d.standing is Standing.STANDBY and d.killed_at is None)
 
     def dying(self) -> tuple[str, ...]:
         """Devices that train, were killed, and whose end is not confirmed yet."""

@@ -72,8 +72,9 @@ def worker_process(
     code = 0
     try:
         parsed = Job.model_validate_json(job)
-        index = _index(device_id, parsed.tp_full)
-        session = Session(parsed, device_id, channel, ("127.0.0.1", port), index, incarnation > 0)
+        index = _index(device_id, parsed.tp_full, parsed.replicas)
+        returning = incarnation > 0 or ":" not in device_id
+        session = Session(parsed, device_id, channel, ("127.0.0.1", port), index, returning)
         loop = _user_loop(parsed.loop) if parsed.loop else Session.run
         loop(session)
     except BaseException as error:  # whatever it is, the controller must hear of it: it decides what the job does
@@ -94,7 +95,7 @@ def _user_loop(name: str) -> Callable[[Session], None]:
     return loop
 
 
-def _index(device_id: str, tp_full: int) -> int:
-    """Number of the device's place on this machine."""
+def _index(device_id: str, tp_full: int, replicas: int) -> int:
+    """Number of the device's place on this machine; spares (`s0`) come after the slots."""
     replica, _, slot = device_id.partition(":")
-    return int(replica) * tp_full + int(slot) if slot else 0
+    return int(replica) * tp_full + int(slot) if slot else replicas * tp_full + int(device_id.removeprefix("s"))

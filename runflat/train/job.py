@@ -27,6 +27,7 @@ class Job(BaseModel):
     hf_config: dict[str, Any]
     attention: str | None
     tp_full: int
+    replicas: int = 1
     seq_len: int
     corpus: dict[str, Any] | None
     train: TrainSection

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import Any
 
 import pytest
 
 from runflat.check.diff import compare
-from runflat.check.live import Watch
+from runflat.check.live import Watch, until
+from runflat.cli import run as runflat
 from runflat.train.checkpoint import newest_checkpoint
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
@@ -59,3 +62,35 @@ def test_drop(live: Any, whole: Watch) -> None:
     assert change["joined"] == ["1:0", "1:1"]
     assert shares(ran.watch)[-1] == {0: 4, 1: 4}
     assert ran.summary["device_s"]["idle"] > 0
+
+
+def test_spare(live: Any, whole: Watch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a spare that does not take the slot with the right units, and a returned device that is not one.
+
+    1:1 dies and s0 takes its slot; 1:1 comes back as a spare; 0:1 is asked to leave and 1:1 takes its slot.
+    """
+
+    def by_word(watch: Watch) -> None:
+        until("s0 to stand by", lambda: watch.state("s0") == "standby", 120)
+        assert runflat(["device", str(watch.run), "1:1", "kill"]) == 0
+        until("s0 to work", lambda: watch.state("s0") == "active")
+        assert runflat(["device", str(watch.run), "1:1", "return"]) == 0
+        until("1:1 to stand by", lambda: watch.state("1:1") == "standby")
+        assert runflat(["device", str(watch.run), "0:1", "drain"]) == 0
+        until("1:1 to work", lambda: watch.state("1:1") == "active")
+        assert runflat(["devices", str(watch.run)]) == 0
+        os.kill(os.getpid(), signal.SIGINT)
+
+    arguments = f"{LAYOUT} {EXACT} {PACED} --train.steps 100000 --on-failure spare,ntp --spares 1"
+    ran = live.train("spare", arguments, alongside=by_word)
+    assert ran.error is None
+    (incident,) = ran.summary["incidents"]
+    assert (incident["strategy"], incident["devices"], incident["words"]) == ("spare", ["1:1"], [])
+    assert [(change["joined"], change["left"]) for change in ran.summary["changes"]] == [(["1:1"], ["0:1"])]
+    table = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["s0", "active", "1:1"] in [row[:3] for row in table]
+    assert ["1:1", "active", "0:1"] in [row[:3] for row in table]
+    assert {tuple(share.values()) for share in shares(ran.watch)} == {(4, 4)}, "never at a lower degree"
+    again = live.train("again", f"{LAYOUT} {EXACT} --train.steps {ran.summary['step']}")
+    ends = [newest_checkpoint(watch.run, pytest.fail) for watch in (again.watch, ran.watch)]
+    assert compare(*ends).whole("weight") <= 1e-11

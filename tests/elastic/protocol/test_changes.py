@@ -11,7 +11,7 @@ from runflat.elastic import orders
 from runflat.elastic.actions import Asked, Closed, Grew, Reply, Say, Send, Start, StopAsked
 from runflat.elastic.fake_launcher import Fault
 from runflat.elastic.fake_world import World
-from runflat.elastic.state import Standing
+from runflat.elastic.state import GrowthStage, Standing
 from runflat.plan.strategies import Strategy
 
 LOSS = Fault("kill", "1:2", "forward", 3)
@@ -179,6 +179,17 @@ def test_who_a_script_strikes_comes_back_when_the_script_says_so_each_time(make_
         world.run_until(lambda: world.state.devices["1:2"].standing is Standing.LOST)
         assert world.state.devices["1:2"].restart_at is None
         assert ask(world, "return", "1:2").ok
+
+
+def test_a_stop_during_a_switch_reaches_newcomers_too(make_world: Callable[..., World]) -> None:
+    """Catches members that stop at the boundary at which a newcomer joins, which then trains on alone."""
+    world = make_world(LOSS)
+    world.run_until(lambda: world.state.growth is not None and world.state.growth.stage is GrowthStage.SWITCH)
+    world.happen(StopAsked())
+    assert sent(world, orders.Stop) == []
+    assert world.run().text is None
+    assert {device for device, _ in sent(world, orders.Stop)} == set(world.state.members())
+    assert "1:2" in world.state.members()
 
 
 def test_an_incident_is_closed_by_the_first_commit_with_all_its_phases(make_world: Callable[..., World]) -> None:
