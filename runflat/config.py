@@ -254,10 +254,9 @@ class TrainConfig(Section):
     inject: Path | None = None
     """File of failures to inject (JSON list or lines, the format of events.jsonl)."""
     on_failure: str = "ntp,drop"
-    """What to do when devices are lost, tried in this order, separated by commas: spare (a spare takes the slot), ntp
-    (the hit replica goes on at a lower degree), drop (it leaves, the others take its sequences)."""
+    """What to do when devices are lost, tried in this order, separated by commas."""
     spares: int = Field(default=0, ge=0)
-    """Further devices (s0, s1, ...) that wait, started and tested, for the slot of one that is lost."""
+    """Further devices, s0 and so on, that wait for the slot of one that is lost."""
     run: Path | None = None
     """Directory for everything that the run writes; none: a new one under runs/, named by the time."""
     resume: Path | None = None

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from runflat.config import TrainConfig, config_error
+from runflat.commands.config_files import config_error
+from runflat.config import TrainConfig
 from runflat.errors import ConfigError, RunError
 
 if TYPE_CHECKING:

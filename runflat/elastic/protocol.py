@@ -14,6 +14,7 @@ Joining and leaving at a step boundary (`growth`) happens beside RUN. Each wait 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 from runflat.elastic import growth, losses, messages, pace, recovery, watch
@@ -53,8 +54,8 @@ def first_state(
         standing = Standing.LOST if name in dead else Standing.STARTING
         cause = "dead from the start" if name in dead else ""
         gone, spare = name in dead, name in planner.spares
-        fields = {"by_word": gone, "scripted": name in scripted, "present": not gone, "healthy": spare}
-        devices[name] = Device(name, standing, 0.0, cause=cause, **fields)
+        device = Device(name, standing, 0.0, by_word=gone, scripted=name in scripted, cause=cause, present=not gone)
+        devices[name] = replace(device, healthy=spare)
     return State(
         planner=planner,
         limits=limits,

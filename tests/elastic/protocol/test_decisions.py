@@ -202,7 +202,7 @@ def test_without_holder_copy_and_checkpoint_the_run_stops_and_says_so(job: Job) 
     for name in sorted(ALL - {"1:2", "0:2"}):
         job.hear(status(name, 1, 5))
     (finish,) = of(job.actions, Finish)
-    assert "no live device holds" in finish.text
+    assert "a lost unit has no live holder" in finish.text
     assert "no checkpoint" in finish.text
     assert sent(job.actions, orders.Exit).keys() == ALL - {"1:2", "0:2"}
 
