@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Protocol
 
-from runflat.cluster.events import Event, EventKind
+from runflat.cluster.events import CORRUPT_TARGETS, Event, EventKind
 
 STEP_PHASES = ("forward", "backward", "sync", "commit", "update")
 RECOVERY_PHASES = ("detect", "abort", "barrier", "form", "transfer", "digest")
@@ -22,17 +22,20 @@ GROWTH_PHASES = ("transfer", "digest")
 NEWCOMER_PHASES = ("import", "selftest", "copy", "join")
 AHEAD_STEPS = 2
 """A fault is meant for this many steps after the moment at which it is chosen: that long it may be under way."""
+DIGEST_EVERY = 10
+"""Steps between comparisons of all bits: a flipped bit is found within so many, and nothing else strikes until then."""
 MOST_AWAY = 3
 """With this many devices away the next strike is a return."""
 LEAST_LIVE = 3
 SHORT_STOP_S = (0.3, 2.0)
 """A stop that nobody may take for a failure: well under the deadline of the heartbeat, 5 s."""
 PATIENCE_S = 15.0
+SETTLED_STEPS = 2
 SLOW_S = 1.0
 SLOW_FACTOR = 3.0
 WEIGHTS: Mapping[str, float] = {
     "kill": 30, "two kills": 16, "kill in recovery": 14, "kill at a leave": 4, "drain": 8, "flake": 10,
-    "short stop": 8, "slow": 6, "long stop": 2, "kill of a newcomer": 12, "kill at a return": 6,
+    "short stop": 8, "slow": 6, "long stop": 2, "corrupt": 4, "kill of a newcomer": 12, "kill at a return": 6,
 }  # fmt: skip
 """How often each kind of strike is chosen, where it is possible."""
 LETHAL = frozenset({EventKind.KILL, EventKind.DRAIN})
@@ -47,6 +50,7 @@ class Sight:
     live: Mapping[int, tuple[str, ...]]
     away: tuple[str, ...]
     tp_full: int
+    num_devices: int
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -64,6 +68,12 @@ class Strike:
     def num_faults(self) -> int:
         """Events that are no returns."""
         return sum(event.event is not EventKind.RETURN for event in self.events)
+
+    @property
+    def settled_steps(self) -> int:
+        """Steps after which it is over: three failures without a commit between them are a bug, not chaos."""
+        hidden = any(event.event is EventKind.CORRUPT for event in self.events)
+        return 2 * DIGEST_EVERY if hidden else SETTLED_STEPS
 
     @property
     def losing(self) -> frozenset[str]:
@@ -158,6 +168,12 @@ class Random:
         phase = chance.choice(STEP_PHASES)
         if kind == "flake":
             return Strike((Event(event=EventKind.FLAKE, device=first, peer=second, step=step, phase=phase),))
+        if kind == "corrupt":
+            if len(sight.devices) < sight.num_devices:
+                return None  # a newcomer could be fed with it before it is found
+            target, seed = chance.choice(CORRUPT_TARGETS), chance.randrange(1 << 16)
+            flip = Event(event=EventKind.CORRUPT, device=first, step=step, phase="forward", target=target, seed=seed)
+            return Strike((flip,))
         if kind == "slow":
             slow = Event(event=EventKind.SLOW, device=first, step=step, factor=SLOW_FACTOR, duration_s=SLOW_S)
             return Strike((slow,))

@@ -34,8 +34,6 @@ SECONDS_PER_FAULT = 15.0
 """The whole run may take this long for each fault; on a quiet machine it is one to two seconds."""
 PAUSE_S = (0.1, 0.8)
 """Between the end of one strike and the next."""
-SETTLED_STEPS = 2
-"""Steps that must be committed after a strike before the next: three failures without a commit are a bug, not chaos."""
 WARM_STEPS = 20
 BY_REQUEST = {EventKind.DRAIN: "drain", EventKind.RETURN: "return"}
 IN_PLACE = ("active", "draining")
@@ -72,6 +70,7 @@ class _Pending:
     """Devices that it takes away, and their incarnation before."""
     since: float
     step: int
+    settled_steps: int
 
 
 class ChaosRun:
@@ -212,6 +211,7 @@ class ChaosRun:
             live={replica: tuple(devices) for replica, devices in live.items()},
             away=tuple(row["device"] for row in rows if row["state"] in AWAY),
             tp_full=1 + max(int(row["device"].partition(":")[2]) for row in rows),
+            num_devices=len(rows),
         )
 
     def _name(self) -> str:
@@ -231,7 +231,8 @@ class ChaosRun:
                 post(self._run, name, "inject", event.place, event_to_json(event))
                 waiting.append(event)
         losing = {device: incarnation[device] for device in strike.losing}
-        self._pending = _Pending(self._number, waiting, asked, losing, self._now, self._job["step"])
+        step = self._job["step"]
+        self._pending = _Pending(self._number, waiting, asked, losing, self._now, step, strike.settled_steps)
         self._say(f"{self._outcome.num_faults}/{self._num_faults} step {self._job['step']}: {strike.words()}")
 
     def _follow(self, pending: _Pending) -> None:
@@ -250,7 +251,7 @@ class ChaosRun:
             for device, number in pending.losing.items()
             if states[device][0] in IN_PLACE and states[device][1] == number
         ]
-        enough = self._job["step"] >= pending.step + SETTLED_STEPS
+        enough = self._job["step"] >= pending.step + pending.settled_steps
         if self._job["stage"] == "run" and enough and (not there or self._now - pending.since > 2 * STRIKE_S):
             self._pending = None
             self._free_at = self._now + self._pauses.uniform(*PAUSE_S)

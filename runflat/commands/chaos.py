@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from runflat.check.chaos import DIGEST_EVERY
 from runflat.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ MODEL = (
 )
 TRAIN = (
     "--train.global-batch 8 --train.steps 10000000 --train.schedule constant --train.lr 1e-5 --train.dtype float64 "
-    "--train.lift-casts --train.checkpoint-every 40 --train.timeout-s 20"
+    f"--train.lift-casts --train.checkpoint-every 40 --train.digest-every {DIGEST_EVERY} --train.timeout-s 20"
 )
 """A learning rate so low that rounding does not grow over thousands of steps: any step done wrongly stays visible."""
 TEXT_LINES = 4000

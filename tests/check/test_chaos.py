@@ -18,7 +18,9 @@ ALL = frozenset(device for members in HEALTHY.values() for device in members)
 def sight(away: frozenset[str] = frozenset(), step: int = 100, time_s: float = 0.0) -> Sight:
     """Two replicas of TP 4, some of them away."""
     live = {replica: tuple(d for d in members if d not in away) for replica, members in HEALTHY.items()}
-    return Sight(time_s, step, {replica: members for replica, members in live.items() if members}, tuple(away), 4)
+    return Sight(
+        time_s, step, {replica: members for replica, members in live.items() if members}, tuple(away), 4, len(ALL)
+    )
 
 
 def kill(device: str, phase: str = "sync") -> Event:
@@ -70,7 +72,7 @@ def test_random_reaches_every_kind_and_phase() -> None:
         assert strike is not None
         kinds |= {event.event.value for event in strike.events}
         phases |= {event.phase for event in strike.events if event.phase}
-    assert kinds == {"kill", "stop", "slow", "flake", "drain", "return"}
+    assert kinds == {"kill", "stop", "slow", "flake", "drain", "return", "corrupt"}
     assert phases == set(PHASES)
 
 
