@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from runflat.check.chaos import MOST_AWAY, Random, Replay, Sight, Strike, bearable
 from runflat.cluster.events import PHASES, Event, EventKind, event_to_json, parse_events
+from runflat.commands import chaos
 
 HEALTHY = {0: ("0:0", "0:1", "0:2", "0:3"), 1: ("1:0", "1:1", "1:2", "1:3")}
 ALL = frozenset(device for members in HEALTHY.values() for device in members)
@@ -99,3 +101,17 @@ def test_replay_strikes_when_step_and_devices_are_there() -> None:
     assert not source.exhausted
     assert source.next(sight(absent, step=150, time_s=30.0)) is None
     assert source.exhausted
+
+
+@pytest.mark.process
+@pytest.mark.timeout(400)
+def test_chaos_of_30_faults_loses_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches whatever a random mix of faults can break; the log in the message replays it."""
+    code = chaos.main(["--faults", "30", "--seed", "1", "--run", str(tmp_path / "run"), "--json"])
+    result = json.loads(capsys.readouterr().out)
+    assert result["problems"] == [], (tmp_path / "run" / "chaos.jsonl").read_text()
+    assert code == 0
+    assert result["num_faults"] >= 30
+    zero = ("hangs", "committed_steps_lost", "sequences_lost", "sequences_doubled", "mismatches")
+    assert {name: result[name] for name in zero} == dict.fromkeys(zero, 0)
+    assert set(result["recovery_s"]) == {"median", "p99", "max"}
