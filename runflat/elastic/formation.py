@@ -42,10 +42,11 @@ class Formation:
         self._error: RunError | None = None
         self._abandoned = False
         self._finished = False
-        self._make: Callable[[], Comms] = lambda: self._form(layout, place, store, cuda)
-        threading.Thread(target=self._run, name=f"form-{plan.generation}", daemon=True).start()
+        threading.Thread(
+            target=self._run, args=(layout, place, store, cuda), name=f"form-{plan.generation}", daemon=True
+        ).start()
 
-    def _run(self) -> None:
+    def _run(self, layout: SyncLayout, place: Place, store: Address, cuda: bool) -> None:
         started = time.monotonic()
         generation = self.plan.generation
         comms: Comms | None = None
@@ -54,7 +55,7 @@ class Formation:
             with self._sockets.forming:
                 self._sockets.begin(generation)
                 try:
-                    comms = self._make()
+                    comms = self._form(layout, place, store, cuda)
                 finally:
                     self._sockets.end(generation)
         except RunError as problem:
