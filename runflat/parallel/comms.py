@@ -29,6 +29,9 @@ Recorder = Callable[[str, int, int], None]
 SLICE_S = 0.2
 """Longest uninterrupted wait inside the backend: after this a waiting thread looks whether it is to leave."""
 
+GLOO_ATTEMPTS = 5
+"""How often gloo tries to connect to a member that has told its address and died: each try lasts its time-out."""
+
 _REDUCE_OPS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
@@ -171,10 +174,13 @@ def _backend(store: PrefixStore, rank: int, size: int, network: Network, cuda: b
         return nccl(store, rank, size, options)
     gloo: Any = ProcessGroupGloo  # torch's stub lacks the options
     options = gloo._Options()
-    options._timeout = timedelta(seconds=network.form_timeout_s)
+    options._timeout = timedelta(seconds=network.form_timeout_s / GLOO_ATTEMPTS)
     options._threads = 1
     options._devices = [gloo.create_device(hostname=network.interface_address)]
     try:
+        # gloo begins only when all are here: its own time-out is short, and must not count for who comes late.
+        store.set(f"here/{rank}", "")
+        store.wait([f"here/{member}" for member in range(size)], timedelta(seconds=network.form_timeout_s))
         backend = gloo(store, rank, size, options)
     except RuntimeError as error:
         raise CommsError(f"a group of {size} devices did not form: {error}") from error
