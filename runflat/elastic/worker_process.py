@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import json
 import os
@@ -21,6 +22,9 @@ from runflat.parallel.comms import CommsError
 from runflat.train.job import Job
 
 FAILED = 1
+M_ARENA_MAX = -8
+"""glibc's name of the option for `mallopt` (malloc.h)."""
+NUM_ARENAS = 2
 
 
 class PipeChannel:
@@ -68,6 +72,7 @@ def worker_process(
     """Main function of a worker process on the controller's machine."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the controller decides
     torch.set_num_threads(1)
+    _few_arenas()
     channel = PipeChannel(connection, incarnation)
     code = 0
     try:
@@ -81,6 +86,17 @@ def worker_process(
         channel.send(error_message(error))
         code = FAILED
     os._exit(code)  # not by way of destructors, which may wait for peers that are gone
+
+
+def _few_arenas() -> None:
+    """Have all threads allocate from few heaps; nothing happens where the C library is not glibc.
+
+    Each generation has threads of its own, and each new thread may be given a heap that nobody gives back: 40 losses
+    and returns of the tiny model left 40 to 70 MB behind, with two heaps 10 to 15, most of it by the tenth.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(M_ARENA_MAX, NUM_ARENAS)
 
 
 def _user_loop(name: str) -> Callable[[Session], None]:
