@@ -15,6 +15,7 @@ from runflat.commands.config_files import flag_rules, load_config
 from runflat.commands.origin import origin
 from runflat.commands.prepare import Prepared, claimed, prepare, run_folder, tokenizer_of, write_config
 from runflat.commands.progress import ProgressView
+from runflat.commands.watching import FLAGS, Watching, split, watched
 from runflat.config import TrainConfig
 from runflat.errors import CheckpointError, RunError
 
@@ -27,8 +28,9 @@ DESCRIPTION = """Train a causal language model with replicas of different tensor
 runflat train [CONFIG.toml] [flags]; a flag wins over the file. With nothing given, a tiny Llama learns the source code
 of this Python's standard library.
 
+WATCHING
 Example: runflat train examples/demo.toml --run runs/demo --layout.dead 0:1
-"""
+""".replace("WATCHING", FLAGS + "\n")
 INTERRUPTED = 130
 NO_GOODPUT = "workers share this machine's cores, so that they run faster when others die; use emulated devices"
 
@@ -88,16 +90,17 @@ def _describe(prepared: Prepared, view: ProgressView) -> None:
 
 def main(argv: list[str]) -> int:
     """Run the command; returns the exit code."""
-    return train(parse(argv))[0]
+    watching, rest = split(argv)
+    return train(parse(rest), watching=watching)[0]
 
 
-def train(config: TrainConfig, loop: str | None = None) -> tuple[int, dict[str, Any]]:
+def train(config: TrainConfig, loop: str | None = None, watching: Watching | None = None) -> tuple[int, dict[str, Any]]:
     """Train as `config` says, with runflat's loop or the user's `loop`; returns the exit code and the summary."""
     run = run_folder(config)
     try:
         with claimed(run):
             warnings: list[str] = []
-            return _run(prepare(config, run, warnings.append, loop), warnings)
+            return _run(prepare(config, run, warnings.append, loop), warnings, watching or Watching())
     except OSError as error:
         raise CheckpointError(
             f"the files of the run under {run} cannot be written: {error}. Checkpoints that are there are whole: make "
@@ -105,7 +108,7 @@ def train(config: TrainConfig, loop: str | None = None) -> tuple[int, dict[str, 
         ) from error
 
 
-def _run(prepared: Prepared, warnings: Sequence[str]) -> tuple[int, dict[str, Any]]:
+def _run(prepared: Prepared, warnings: Sequence[str], watching: Watching) -> tuple[int, dict[str, Any]]:
     """Start the workers, watch them to the end, write the summary."""
     from runflat.elastic.launch_local import LocalWorkers
 
@@ -121,7 +124,8 @@ def _run(prepared: Prepared, warnings: Sequence[str]) -> tuple[int, dict[str, An
         _describe(prepared, view)
         controller = _controller(prepared, view)
         try:
-            controller.supervise(LocalWorkers(prepared.job))
+            with watched(watching, prepared.run, view.say):
+                controller.supervise(LocalWorkers(prepared.job))
         except KeyboardInterrupt as error:
             raise RunError(
                 "interrupted twice: stopped at once; what was done since the newest checkpoint is lost."

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from runflat.report.records import Happening, PlanView
 from runflat.report.run_files import RunData
@@ -155,7 +154,7 @@ def home_blocks(data: RunData) -> tuple[tuple[str, tuple[str, ...]], ...]:
     names = {f"{replica}:{slot}" for replica in range(replicas) for slot in range(tp)}
     for plan in data.plans.values():
         names |= {device for replica in plan.replicas for device in replica.devices if device is not None}
-    names |= {str(row["device"]) for row in _rows(data.devices) if "device" in row}
+    names |= {str(row["device"]) for row in data.device_rows if "device" in row}
     blocks: dict[str, list[str]] = {}
     for name in sorted(names, key=_order):
         replica, colon, _ = name.partition(":")
@@ -171,11 +170,6 @@ def _order(name: str) -> tuple[int, int, int, str]:
     return 1, int(digits) if digits.isdigit() else 0, 0, name
 
 
-def _rows(devices: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    rows = devices.get("devices")
-    return [row for row in rows if isinstance(row, Mapping)] if isinstance(rows, list) else []
-
-
 def device_map(data: RunData) -> DeviceMap | None:
     """The map of a run, or None where no device is known."""
     blocks = home_blocks(data)
@@ -187,7 +181,7 @@ def device_map(data: RunData) -> DeviceMap | None:
     for happening in data.happenings:
         drawing.frame(happening.time_s, _label(happening), _apply(drawing, happening, data.plans))
     if data.devices:
-        for row in _rows(data.devices):
+        for row in data.device_rows:
             drawing.states[str(row.get("device"))] = str(row.get("state"))
         drawing.frame(data.wall_s, "the end" if data.devices.get("finished") else "now", drawing.devices)
     return DeviceMap(blocks=blocks, frames=tuple(drawing.frames))

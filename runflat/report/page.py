@@ -6,8 +6,9 @@ import csv
 import io
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import jinja2
 from markupsafe import Markup
@@ -129,19 +130,38 @@ def environment() -> jinja2.Environment:
     )
 
 
-def render(views: Sequence[View], title: str) -> str:
-    """One HTML page that needs nothing else."""
+def _page(template: str, views: Sequence[DrawnView], title: str, connect: str, **more: object) -> str:
     return (
         environment()
-        .get_template("page.html")
+        .get_template(template)
         .render(
-            views=[draw_view(view) for view in views],
+            views=views,
             title=title,
-            connect="'none'",
+            connect=connect,
             css=Markup(page_rules() + (TEMPLATES / "page.css").read_text(encoding="utf-8")),
             js=Markup((TEMPLATES / "page.js").read_text(encoding="utf-8")),
+            **more,
         )
     )
+
+
+def render_live(view: View, *, may_act: bool) -> str:
+    """The page of a running job, which listens for what changes; `may_act` puts the form on it that asks devices."""
+    live_js = Markup((TEMPLATES / "live.js").read_text(encoding="utf-8"))
+    drawn = draw_view(view, newest=True)
+    return _page("live.html", [drawn], view.name, "'self'", may_act=may_act, live_js=live_js)
+
+
+def live_parts(view: View) -> dict[str, str]:
+    """HTML by the id of the element whose content it is."""
+    drawn = draw_view(replace(view, map=None))
+    macros: Any = environment().get_template("parts.html").module
+    return {f"{view.key}-before": str(macros.before(drawn)), f"{view.key}-after": str(macros.after(drawn))}
+
+
+def render(views: Sequence[View], title: str) -> str:
+    """One HTML page that needs nothing else."""
+    return _page("page.html", [draw_view(view) for view in views], title, "'none'")
 
 
 def write_figures(views: Sequence[View], folder: Path) -> list[Path]:

@@ -101,6 +101,12 @@ class RunData:
         return self.ledgers[-1].device_s if self.ledgers else ()
 
     @property
+    def device_rows(self) -> list[Mapping[str, Any]]:
+        """Rows of devices.json."""
+        rows = self.devices.get("devices")
+        return [row for row in rows if isinstance(row, Mapping)] if isinstance(rows, list) else []
+
+    @property
     def books(self) -> Mapping[str, Any]:
         """Where the run's books are: summary.json at the end, devices.json until then."""
         return self.summary or self.devices

@@ -157,7 +157,7 @@ def run_tiles(data: RunData) -> tuple[Tile, ...]:
         tiles.append(Tile("tokens/s", people(speed), "at the median step"))
     elif data.steps and data.steps[-1].tokens_per_s is not None:
         tiles.append(Tile("tokens/s", people(data.steps[-1].tokens_per_s), "in the last step"))
-    states = [row.get("state") for row in data.devices.get("devices", []) if isinstance(row, Mapping)]
+    states = [row.get("state") for row in data.device_rows]
     if states:
         training = sum(state in ("active", "draining") for state in states)
         tiles.append(Tile("devices training", f"{training} of {len(states)}", "at the end" if data.summary else "now"))

@@ -143,7 +143,7 @@
     cross.style.height = `${(bottom - top) * scale}px`;
   };
   const hide = (plot) => $$(".tip,.cross", plot).forEach((node) => { node.style.display = "none"; });
-  for (const plot of $$(".plot[data-lines]")) {
+  const bindLines = (root) => { for (const plot of $$(".plot[data-lines]", root)) {
     plot.addEventListener("pointermove", (event) => {
       const svg = visible(plot.closest(".card"));
       const [left, , right] = svg.dataset.box.split(" ").map(Number);
@@ -159,7 +159,8 @@
       event.preventDefault();
       point(plot, Number(plot.dataset.share || 0) + move);
     });
-  }
+  } };
+  bindLines(document);
 
   // The device map: frames are changes of looks; going back starts over from the first.
   const maps = new Map();
@@ -180,9 +181,9 @@
   };
   const paint = (map, index, look) => {
     const [letter, state, , units] = map.looks[look];
-    for (const rect of map.rects[index]) rect.setAttribute("class", `cell m-${letter}`);
-    for (const id of map.ids[index]) id.setAttribute("class", `id t-${letter}`);
-    for (const text of map.units[index]) {
+    for (const rect of map.rects[index] || []) rect.setAttribute("class", `cell m-${letter}`);
+    for (const id of map.ids[index] || []) id.setAttribute("class", `id t-${letter}`);
+    for (const text of map.units[index] || []) {
       text.setAttribute("class", `tiny t-${letter}`);
       text.textContent = state === "active" ? units.split(",")[0] || state : state;
     }
@@ -243,5 +244,5 @@
     seek(map, Number(slider.value));
   };
   $$(".card.map").forEach(startMap);
-  window.runflatMaps = { maps, seek, paint, openMap }; // for the live page
+  window.runflatPage = { maps, seek, bindLines }; // for the live page
 })();

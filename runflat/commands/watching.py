@@ -1,0 +1,84 @@
+"""Who may look at a training run from outside: flags of `runflat train` that change nothing of the training itself."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from runflat.errors import ConfigError
+
+FLAGS = """Watching: --page PORT serves a live page and /metrics (Prometheus) on this machine; --page-host ADDRESS
+serves it elsewhere; --page-token TOKEN (or auto) lets it drain and return devices. --on-incident COMMAND|URL is told of
+each incident, as JSON on its input or posted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watching:
+    """The flags, as given."""
+
+    page: int | None = None
+    host: str = "127.0.0.1"
+    token: str | None = None
+    on_incident: str | None = None
+
+
+def split(argv: Sequence[str]) -> tuple[Watching, list[str]]:
+    """The flags of this module, and all other arguments.
+
+    Raises:
+        ConfigError: a flag has no value, or one that makes no sense.
+    """
+    names = ("--page", "--page-host", "--page-token", "--on-incident")
+    found: dict[str, str] = {}
+    rest: list[str] = []
+    left = list(argv)
+    while left:
+        text = left.pop(0)
+        name, equals, value = text.partition("=")
+        if name not in names:
+            rest.append(text)
+            continue
+        if not equals and not left:
+            raise ConfigError(f"{name} needs a value.")
+        found[name] = value if equals else left.pop(0)
+    port = found.get("--page")
+    if port is not None and not (port.isascii() and port.isdigit() and int(port) < 65_536):
+        raise ConfigError(f"--page is {port!r}; it is a port, 0 (any free one) to 65535.")
+    token = found.get("--page-token")
+    return Watching(
+        page=None if port is None else int(port),
+        host=found.get("--page-host", "127.0.0.1"),
+        token=secrets.token_urlsafe(16) if token == "auto" else token,
+        on_incident=found.get("--on-incident"),
+    ), rest
+
+
+@contextlib.contextmanager
+def watched(watching: Watching, run: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """While this lasts the page is served and incidents are told.
+
+    Raises:
+        ConfigError: the page cannot be served.
+    """
+    with contextlib.ExitStack() as stack:
+        if watching.on_incident is not None:
+            from runflat.report.hook import IncidentHook
+
+            hook = IncidentHook(run, watching.on_incident, say)
+            stack.callback(hook.close)
+        if watching.page is not None:
+            from runflat.elastic.requests import ask
+            from runflat.report.live import LivePage
+
+            def pass_on(action: str, device: str) -> tuple[bool, str]:
+                return ask(run, "drain" if action == "drain" else "return", device, time.sleep)
+
+            page = LivePage(run, watching.host, watching.page, watching.token, pass_on)
+            stack.callback(page.close)
+            secret = f"#token={watching.token}" if watching.token else ""
+            say(f"page: {page.url}{secret}  metrics: {page.url}metrics")
+        yield

@@ -1,0 +1,213 @@
+"""Serves the page of a running job: the run's files, seen in a browser, and its metrics. Changes need a token.
+
+The server only reads files, in threads of its own; training never waits for it.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from runflat.errors import ConfigError, RunflatError
+from runflat.report.device_map import map_json
+from runflat.report.metrics import prometheus
+from runflat.report.page import live_parts, render_live
+from runflat.report.run_files import RunData, RunFiles
+from runflat.report.views import View, run_view
+
+POLL_S = 0.5
+MOST_BODY_BYTES = 4096
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+Ask = Callable[[str, str], tuple[bool, str]]
+"""(action, device) -> (done, the controller's answer)."""
+
+
+class Snapshots:
+    """What the run's folder says, read at most every `POLL_S` however many look; drawn once for all of them."""
+
+    def __init__(self, run: Path):
+        """Nothing is read yet."""
+        self._files = RunFiles(run)
+        self._lock = threading.Lock()
+        self._drawn = ""
+        self._drawn_version = -1
+        self.data = RunData(folder=run)
+        self.version = 0
+
+    def refresh(self) -> int:
+        """Read what is new; returns the number of the newest state."""
+        with self._lock:
+            found = self._files.poll()
+            if found is not None:
+                self.data = found
+                self.version += 1
+            return self.version
+
+    def view(self) -> View:
+        """The newest state as a page shows it."""
+        return run_view(self.data, "v1")
+
+    def message(self) -> str:
+        """The newest state as the page's script takes it."""
+        with self._lock:
+            if self._drawn_version != self.version:
+                view = self.view()
+                frames = json.loads(map_json(view.map)) if view.map else {}
+                self._drawn = json.dumps({"state": _state(self.data), "html": live_parts(view), "map": frames})
+                self._drawn_version = self.version
+            return self._drawn
+
+
+def _state(data: RunData) -> str:
+    if data.devices.get("finished") or data.summary:
+        return "finished"
+    waiting = data.devices.get("waiting")
+    return str(waiting) if waiting else f"running, step {data.devices.get('step', 0)}"
+
+
+class LivePage:
+    """A server on `host`:`port` (0: a free one) until `close`. Without a token it changes nothing."""
+
+    def __init__(self, run: Path, host: str, port: int, token: str | None, ask: Ask):
+        """Start to serve.
+
+        Raises:
+            ConfigError: the address cannot be had.
+        """
+        self.snapshots = Snapshots(run)
+        self.token = token
+        self.ask = ask
+        self.ended = threading.Event()
+        page = self
+
+        class Handler(_Handler):
+            live = page
+
+        try:
+            self._server = ThreadingHTTPServer((host, port), Handler)
+        except OSError as error:
+            raise ConfigError(f"the page cannot be served at {host}:{port}: {error}. Give another --page.") from error
+        self._server.daemon_threads = True
+        self.host, self.port = host, self._server.server_address[1]
+        self._thread = threading.Thread(target=self._server.serve_forever, name="page", daemon=True)
+        self._thread.start()
+
+    @property
+    def url(self) -> str:
+        """Where the page is."""
+        return f"http://{self.host}:{self.port}/"
+
+    def close(self) -> None:
+        """Stop serving."""
+        self.ended.set()
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    live: LivePage
+    protocol_version = "HTTP/1.0"
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing: the screen is the run's."""
+
+    def do_GET(self) -> None:  # noqa: N802 - the name that http.server calls
+        """Pages, metrics, and the stream of changes."""
+        if not self._host_is_ours():
+            self._answer(403, "text/plain", "this name is not that of the page\n")
+        elif self.path == "/":
+            self.live.snapshots.refresh()
+            page = render_live(self.live.snapshots.view(), may_act=self.live.token is not None)
+            self._answer(200, "text/html; charset=utf-8", page)
+        elif self.path == "/metrics":
+            self.live.snapshots.refresh()
+            self._answer(200, "text/plain; version=0.0.4; charset=utf-8", prometheus(self.live.snapshots.data))
+        elif self.path == "/events":
+            self._stream()
+        else:
+            self._answer(404, "text/plain", "there is no such page\n")
+
+    def _stream(self) -> None:
+        """Send each new state until the reader goes away or the run ends."""
+        self._head(200, "text/event-stream")
+        sent = -1
+        try:
+            while True:
+                ended = self.live.ended.is_set()
+                version = self.live.snapshots.refresh()
+                text = f"data: {self.live.snapshots.message()}\n\n" if version != sent else ": \n\n"
+                sent = version
+                self.wfile.write(text.encode())
+                self.wfile.flush()
+                if ended:
+                    return
+                self.live.ended.wait(POLL_S)
+        except OSError:
+            return  # the reader has gone
+
+    def do_POST(self) -> None:  # noqa: N802 - the name that http.server calls
+        """Ask a device to drain or to return: only with the token, from this page, and confirmed."""
+        size = self.headers.get("Content-Length", "")
+        body = self.rfile.read(int(size)) if size.isdigit() and int(size) <= MOST_BODY_BYTES else b""
+        refusal = self._refusal()
+        if refusal is not None:
+            self._reply(403, False, refusal)
+            return
+        try:
+            wish: Any = json.loads(body)
+            action, device, confirm = wish["action"], wish["device"], wish["confirm"]
+        except (ValueError, LookupError, TypeError):
+            self._reply(400, False, "say action, device and confirm as JSON")
+            return
+        if action not in ("drain", "return") or not isinstance(device, str) or confirm != device:
+            self._reply(400, False, "the action is drain or return, and confirm repeats the device")
+            return
+        try:
+            ok, text = self.live.ask(action, device)
+        except RunflatError as error:
+            ok, text = False, str(error)
+        self._reply(200 if ok else 409, ok, text)
+
+    def _refusal(self) -> str | None:
+        """Why this request may change nothing, or None."""
+        if self.path != "/device":
+            return "there is nothing to change here"
+        if self.live.token is None:
+            return "the page was started without a token: it changes nothing"
+        if not self._host_is_ours() or self.headers.get("Origin") != f"http://{self.headers.get('Host')}":
+            return "the request does not come from this page"
+        if self.headers.get("Content-Type", "").partition(";")[0] != "application/json":
+            return "the request is not JSON"
+        given = self.headers.get("X-Runflat-Token", "")
+        return None if hmac.compare_digest(given.encode(), self.live.token.encode()) else "the token is wrong"
+
+    def _host_is_ours(self) -> bool:
+        """Whether the browser called us by a name of ours: a foreign name that leads here is somebody's trick."""
+        name = urlsplit(f"//{self.headers.get('Host', '')}").hostname or ""
+        return name in LOOPBACK or self.live.host not in LOOPBACK
+
+    def _reply(self, status: int, ok: bool, text: str) -> None:
+        self._answer(status, "application/json", json.dumps({"ok": ok, "text": text}))
+
+    def _head(self, status: int, kind: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("X-Frame-Options", "DENY")
+        self.end_headers()
+
+    def _answer(self, status: int, kind: str, text: str) -> None:
+        try:
+            self._head(status, kind)
+            self.wfile.write(text.encode())
+        except OSError:
+            return  # the reader has gone
