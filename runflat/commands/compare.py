@@ -24,10 +24,11 @@ DESCRIPTION = """Run the same training under the same failures once per strategy
 
 A space stands between candidates, a comma inside a chain, as in --on-failure of `runflat train`, all of whose flags
 (and its CONFIG.toml, which comes first) are taken too. --inject names the failures; --run is the folder in which each
-candidate gets a run of its own, and compare.json names them.
+candidate gets a run of its own, and compare.json names them. --spares N counts for candidates whose chain has spare.
 
 Example: runflat compare examples/compare.toml --inject examples/two_failures.json --strategies ntp drop
 """
+SPARE = "spare"
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,9 @@ def read_candidates(argv: Sequence[str]) -> tuple[CompareArgs, list[tuple[str, T
     args, rest = tyro.cli(
         CompareArgs, args=list(argv), prog="runflat compare", description=DESCRIPTION, return_unknown_args=True
     )
-    config = parse(rest)
+    # The other flags are checked under a candidate that uses spares, if there is one.
+    probe = next((chain for chain in args.strategies if SPARE in chain.split(",")), "ntp,drop")
+    config = parse([*rest, "--on-failure", probe])
     if config.inject is None:
         raise ConfigError("--inject is missing: name the file of failures under which the strategies are compared.")
     if config.resume is not None:
@@ -94,8 +97,9 @@ def _with(config: TrainConfig, chain: str, run: Path) -> TrainConfig:
     """The configuration under another chain, checked anew."""
     from pydantic import ValidationError
 
+    spares = config.spares if SPARE in chain.split(",") else 0
     try:
-        return TrainConfig.model_validate(config.model_dump() | {"on_failure": chain, "run": run})
+        return TrainConfig.model_validate(config.model_dump() | {"on_failure": chain, "spares": spares, "run": run})
     except ValidationError as error:
         raise config_error(error, TrainConfig, source=f"The candidate {chain}") from error
 

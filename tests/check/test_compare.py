@@ -76,6 +76,13 @@ def test_candidates_and_flags_of_train(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert [config.run for _, config in found] == [tmp_path / "c" / "ntp", tmp_path / "c" / "ntp+drop"]
 
 
+def test_only_candidates_that_use_spares_hold_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Catches idle spares counted against strategies that never use them, and a flag that one candidate refuses."""
+    monkeypatch.chdir(ROOT)
+    argv = [*EXAMPLE, "--strategies", "ntp", "spare,ntp", "--spares", "2", "--run", str(tmp_path / "c")]
+    assert [(chain, config.spares) for chain, config in read_candidates(argv)[1]] == [("ntp", 0), ("spare,ntp", 2)]
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
