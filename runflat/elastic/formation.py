@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -13,11 +14,13 @@ from torch.distributed import TCPStore
 
 from runflat.errors import RunError
 from runflat.parallel.comms import Comms, CommsError, Network
-from runflat.parallel.sockets import Sockets
+from runflat.parallel.sockets import GroupSockets
 from runflat.plan.plan import Place, Plan
 from runflat.plan.sync_groups import SyncLayout
 
 Address = tuple[str, int]
+BURY = "bury"
+"""Name of the threads on which groups are dropped."""
 
 
 class Formation:
@@ -29,14 +32,14 @@ class Formation:
         layout: SyncLayout,
         place: Place,
         network: Network,
-        sockets: Sockets,
+        sockets: GroupSockets,
         store: Address,
         cuda: bool,
     ):
         """Begin at once."""
         self.plan = plan
         self.seconds = 0.0
-        self._network = network
+        self._network = replace(network, interface_address=sockets.address(plan.generation))
         self._sockets = sockets
         self._comms: Comms | None = None
         self._error: RunError | None = None
@@ -52,12 +55,8 @@ class Formation:
         comms: Comms | None = None
         error: RunError | None = None
         try:
-            with self._sockets.forming:
-                self._sockets.begin(generation)
-                try:
-                    comms = self._form(layout, place, store, cuda)
-                finally:
-                    self._sockets.end(generation)
+            with self._sockets.recording(generation):
+                comms = self._form(layout, place, store, cuda)
         except RunError as problem:
             error = problem.with_traceback(None)  # whose frames would keep what has formed
         except (RuntimeError, OSError) as problem:  # torch's store and gloo raise plain errors
@@ -131,10 +130,17 @@ def bury(last_calls: list[Callable[[], Any]], kept: list[Any] | None = None) -> 
         if kept is not None:
             kept.clear()
 
-    threading.Thread(target=finish, name="bury", daemon=True).start()
+    threading.Thread(target=finish, name=BURY, daemon=True).start()
 
 
-def drop(left: list[Any], sockets: Sockets) -> None:
+def await_buried(timeout_s: float) -> None:
+    """Wait for all side threads of `bury` in this process, each at most `timeout_s`."""
+    for thread in threading.enumerate():
+        if thread.name == BURY:
+            thread.join(timeout_s)
+
+
+def drop(left: list[Any], sockets: GroupSockets) -> None:
     """Drop the groups that `Engine.leave` gave, and what they may still write to, on a side thread."""
     if left:
         sockets.forget(left[0].generation)

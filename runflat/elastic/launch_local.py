@@ -27,6 +27,24 @@ END_TIMEOUT_S = 10.0
 """Longest wait for a process whose channel has ended, or that was killed."""
 
 
+def open_store() -> tuple[TCPStore, int]:
+    """The store at which workers meet, and its port; it listens on loopback only."""
+    listener = socket.socket()
+    listener.bind((HOST, 0))
+    listener.listen()
+    port: int = listener.getsockname()[1]
+    # The store takes over the listening socket: by itself it would listen on all interfaces.
+    store = TCPStore(
+        HOST,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=STORE_TIMEOUT_S),
+        master_listen_fd=listener.detach(),
+    )
+    return store, port
+
+
 class LocalWorkers:
     """The worker processes of one run, and the store at which they meet; listens on loopback only.
 
@@ -36,19 +54,7 @@ class LocalWorkers:
 
     def __init__(self, job: Job):
         """Open the store; no worker is started yet."""
-        listener = socket.socket()
-        listener.bind((HOST, 0))
-        listener.listen()
-        self.port: int = listener.getsockname()[1]
-        # The store takes over the listening socket: by itself it would listen on all interfaces.
-        self._store = TCPStore(
-            HOST,
-            self.port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=STORE_TIMEOUT_S),
-            master_listen_fd=listener.detach(),
-        )
+        self._store, self.port = open_store()
         self._context = multiprocessing.get_context("forkserver")
         model_type = job.hf_config["model_type"]
         modules = [worker_process.__module__, f"transformers.models.{model_type}.modeling_{model_type}"]

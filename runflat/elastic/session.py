@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from runflat.cluster.events import event_to_json
+from runflat.cluster.events import Event, event_to_json
 from runflat.elastic.agree import agree
 from runflat.elastic.copies import Copies
 from runflat.elastic.duties import Duties, every
@@ -30,7 +30,7 @@ from runflat.elastic.strike import announce_pid, suffer
 from runflat.errors import RunError
 from runflat.parallel.comms import AbortedError, CommsError, Interrupt, Network
 from runflat.parallel.move import NOTHING, Change, execute_transfers, read_state
-from runflat.parallel.sockets import Sockets
+from runflat.parallel.sockets import GroupSockets, Sockets
 from runflat.plan.plan import Place, Plan, plan_from_json
 from runflat.plan.transfers import Transfer
 from runflat.train.engine import Engine
@@ -43,17 +43,29 @@ FORM_TIMEOUT_S = 5.0
 class Session:
     """One worker process (or thread, in tests)."""
 
-    def __init__(self, job: Job, device_id: str, channel: Channel, store: Address, index: int, returning: bool = False):
+    def __init__(
+        self,
+        job: Job,
+        device_id: str,
+        channel: Channel,
+        store: Address,
+        index: int,
+        returning: bool = False,
+        sockets: GroupSockets | None = None,
+        suffer: Callable[[Event, Path, Engine], None] = suffer,
+    ):
         """`store` is where the process groups meet; `index` numbers the workers of this machine.
 
-        `returning`: the device has been here before, or is a spare: it tests itself before it may join.
+        `returning`: the device has been here before, or is a spare: it tests itself before it may join. `sockets` are
+        those of this process's groups where several sessions share it, `suffer` is what injected events do to it.
         """
         self.returning = returning
         self.job = job
         self.device_id = device_id
         self.channel = channel
         self.store = store
-        self.sockets = Sockets()
+        self.sockets: GroupSockets = sockets or Sockets()
+        self._suffer = suffer
         self.presence = Presence()
         self.interrupt = Interrupt()
         self.network = Network(
@@ -97,7 +109,7 @@ class Session:
         self.presence.enter(name)
         for event in self.striker.at(self.engine.progress.step, name):
             self.say("struck", event=event_to_json(event))
-            suffer(event, Path(self.job.run), self.engine)
+            self._suffer(event, Path(self.job.run), self.engine)
 
     def say(self, kind: str, **fields: Any) -> None:
         """Send one message to the controller."""
@@ -120,19 +132,19 @@ class Session:
         self.inbox.start()
         heart = Heart(self.presence, self.channel.send)
         announce_pid(Path(self.job.run), self.device_id)
-        self._phase("import")
-        self.say("hello", pid=os.getpid())
-        if self.returning:
-            self._phase("selftest")
-            problem = self_test(self.engine.device)
-            self.engine.warm_up()
-            self.say("selftested", ok=not problem, text=problem)
         try:
+            self._phase("import")
+            self.say("hello", pid=os.getpid())
+            if self.returning:
+                self._phase("selftest")
+                problem = self_test(self.engine.device)
+                self.engine.warm_up()
+                self.say("selftested", ok=not problem, text=problem)
             while (order := self._next()) is not None and not isinstance(order, Exit):
                 if isinstance(order, Go):
-                    yield from self._go()
+                    yield from self._until_left(self._form_and_train())
                 elif isinstance(order, Switch):
-                    yield from self._join(order)
+                    yield from self._until_left(self._join(order))
                 else:
                     self._obey(order)
             if order is None and self.engine.progress.step:
@@ -171,6 +183,12 @@ class Session:
             drop(kept, self.sockets)
         self.prospects.forget_all()
         self.inbox.switch = None
+
+    def close(self) -> None:
+        """Let go of everything that outlives the main thread, where the process goes on."""
+        self._abandon()
+        if self.copies is not None:
+            self.copies.close()
 
     def _answer_abort(self, order: Abort) -> None:
         self.times = {}
@@ -239,10 +257,10 @@ class Session:
             raise RunError(f"{self.device_id} got a plan of generation {plan.generation} that has no place for it.")
         return place
 
-    def _go(self) -> Iterator[Step]:
-        """Form the groups of the plan taken, move what must move, compare, and train until something ends it."""
+    def _until_left(self, steps: Iterator[Step]) -> Iterator[Step]:
+        """`steps`, until they end or the generation is left."""
         try:
-            yield from self._form_and_train()
+            yield from steps
         except AbortedError:
             return  # the abort order is next in the queue
         except CommsError as error:
@@ -255,16 +273,12 @@ class Session:
             return  # of a change that was given up meanwhile
         self.plan = newcomer.plan
         self.presence.generation = self.plan.generation
-        try:
-            self._phase("join")
-            self._go_over()
-            yield from self._train()
-        except AbortedError:
-            return
-        except CommsError as error:
-            self._suspect(error)
+        self._phase("join")
+        self._go_over()
+        yield from self._train()
 
     def _form_and_train(self) -> Iterator[Step]:
+        """Form the groups of the plan taken, move what must move, compare, and train until something ends it."""
         assert self.plan is not None
         assert self.resume is not None
         moves = tuple(Transfer(**move.model_dump()) for move in self.resume.transfers)
@@ -284,23 +298,13 @@ class Session:
     def _suspect(self, error: CommsError) -> None:
         """A collective failed. That names nobody: report it and wait for what the controller makes of it."""
         assert self.plan is not None
-        kind = "formfail" if self.presence.phase == "form" else "suspect"
-        fields: dict[str, Any] = {"generation": self.plan.generation, "text": str(error)}
-        if kind == "suspect":
-            fields["phase"] = self.presence.phase
-        self.say(kind, **fields)
+        forming, phase = self.presence.phase == "form", {"phase": self.presence.phase}
+        fields = {"generation": self.plan.generation, "text": str(error), **({} if forming else phase)}
+        self.say("formfail" if forming else "suspect", **fields)
 
     def _form(self, plan: Plan) -> Formation:
-        engine = self.engine
-        return Formation(
-            plan,
-            engine.layout(plan),
-            self._place(plan),
-            self.network,
-            self.sockets,
-            self.store,
-            engine.device.type == "cuda",
-        )
+        cuda, layout = self.engine.device.type == "cuda", self.engine.layout(plan)
+        return Formation(plan, layout, self._place(plan), self.network, self.sockets, self.store, cuda)
 
     def _enter(self, plan: Plan, comms: Any, moves: tuple[Transfer, ...]) -> int:
         """Move state to `plan`'s layout over its groups, compare digests; returns the bytes received."""
@@ -391,10 +395,5 @@ class Session:
         moves = tuple(Transfer(**move.model_dump()) for move in order.transfers)
         num_bytes = self._enter(formation.plan, comms, moves)
         drop(old, self.sockets)
-        self.say(
-            "switched",
-            generation=order.generation,
-            committed=committed,
-            bytes_moved=num_bytes,
-            phases_s=self.times,
-        )
+        fields = {"committed": committed, "bytes_moved": num_bytes, "phases_s": self.times}
+        self.say("switched", generation=order.generation, **fields)

@@ -10,7 +10,12 @@ import os
 import socket
 import stat
 import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
+
+LOOPBACK = "127.0.0.1"
 
 
 def open_sockets() -> dict[int, int]:
@@ -45,6 +50,24 @@ def _shut(descriptor: int, inode: int) -> None:
         os.close(copy)
 
 
+class GroupSockets(Protocol):
+    """Knows the sockets of the groups of each generation, so that leaving one can shut them."""
+
+    exempt: set[int]
+
+    def address(self, generation: int) -> str:
+        """Address on which the groups of `generation` listen."""
+
+    def recording(self, generation: int) -> AbstractContextManager[None]:
+        """While it lasts the groups of `generation` form."""
+
+    def abort(self, generation: int) -> None:
+        """Shut all sockets of `generation`, also while its groups are still forming."""
+
+    def forget(self, generation: int) -> None:
+        """The groups of `generation` are gone."""
+
+
 @dataclass
 class Sockets:
     """The sockets of one process by generation. Formations in one process are made one at a time.
@@ -56,6 +79,20 @@ class Sockets:
     forming: threading.Lock = field(default_factory=threading.Lock)
     _known: set[int] = field(default_factory=set)
     _of_generation: dict[int, dict[int, int]] = field(default_factory=dict)
+
+    def address(self, generation: int) -> str:
+        """Address on which groups listen."""
+        return LOOPBACK
+
+    @contextmanager
+    def recording(self, generation: int) -> Iterator[None]:
+        """While it lasts the groups of `generation` form, and no others do."""
+        with self.forming:
+            self.begin(generation)
+            try:
+                yield
+            finally:
+                self.end(generation)
 
     def begin(self, generation: int) -> None:
         """Groups of `generation` are about to form; call with `forming` held."""
@@ -84,6 +121,58 @@ class Sockets:
     def forget(self, generation: int) -> None:
         """Drop the record of `generation`."""
         self._of_generation.pop(generation, None)
+
+
+class SharedSockets:
+    """The sockets of many ranks of one process: each generation listens on a loopback address of its own.
+
+    By that address its connections are told from all others, whichever rank opened them. An abort by one rank is felt
+    by all of its generation at once.
+    """
+
+    def __init__(self, number: int) -> None:
+        """`number` (up to 254) keeps apart those who use loopback addresses in one process at one time."""
+        self.exempt: set[int] = set()
+        self._number = number
+        self._forming = 0
+        self._changed = threading.Condition()
+
+    def address(self, generation: int) -> str:
+        """Address on which the groups of `generation` listen."""
+        return f"127.{1 + self._number % 254}.{generation // 250 % 250}.{1 + generation % 250}"
+
+    @contextmanager
+    def recording(self, generation: int) -> Iterator[None]:
+        """While it lasts the groups of `generation` form."""
+        with self._changed:
+            self._forming += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._forming -= 1
+                self._changed.notify_all()
+
+    def settle(self, timeout_s: float) -> None:
+        """Wait until no group forms any more, at most `timeout_s`."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._forming, timeout_s)
+
+    def abort(self, generation: int) -> None:
+        """Shut all connections of `generation`."""
+        address = self.address(generation)
+        for descriptor, inode in open_sockets().items():
+            try:
+                with socket.socket(fileno=os.dup(descriptor)) as connection:
+                    tcp = connection.family == socket.AF_INET
+                    ours = tcp and address in (connection.getsockname()[0], connection.getpeername()[0])
+            except OSError:
+                continue  # a listening socket, or closed meanwhile
+            if ours:
+                _shut(descriptor, inode)
+
+    def forget(self, generation: int) -> None:
+        """Nothing is kept by generation."""
 
 
 def cut_connections(pid: int) -> int:
