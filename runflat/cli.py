@@ -20,6 +20,7 @@ COMMANDS = {
     "chaos": "strike a small training job at random, and count what it lost",
     "export": "write a run's weights as a model directory that transformers loads",
     "diff": "compare two checkpoints of any layouts, tensor by tensor",
+    "top": "watch a running job in a terminal; drain and return devices",
     "report": "runs and results as one HTML page with figures",
     "simulate": "what each strategy is worth on a cluster and its failures",
     "sweep": "the same over a range of failure rates, domain sizes, spares, ...",

@@ -1,0 +1,181 @@
+"""`runflat top` in a real terminal (tmux): sizes, keys, no colours, the end of the run, a controller that is gone."""
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from runflat import cli
+from runflat.elastic.requests import Inbox
+from runflat.report.run_files import read_run
+from runflat.report.terminal import Keys, press, screen
+
+ROOT = Path(__file__).parents[2]
+MakeRun = Callable[..., Path]
+PATIENCE_S = 20.0
+
+
+class Terminal:
+    """A tmux session of its own server."""
+
+    def __init__(self, folder: Path):
+        self.socket = folder / "tmux"
+        self.pause = threading.Event()
+
+    def tmux(self, *words: str) -> str:
+        """Output of a tmux command."""
+        command = ["tmux", "-u", "-S", str(self.socket), "-f", "/dev/null", *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
+
+    def start(self, run: Path, *, width: int = 80, height: int = 24, settings: str = "") -> None:
+        """Begin `runflat top`; when it has ended, its exit code stands on the screen."""
+        program = f"env {settings} PYTHONPATH='{ROOT}' '{sys.executable}' -m runflat.cli top '{run}'"
+        order = f"{program}; echo code $?; exec cat"
+        self.tmux("new-session", "-d", "-x", str(width), "-y", str(height), "-s", "t", "sh", "-c", order)
+
+    def shows(self, text: str, *, colors: bool = False) -> str:
+        """The screen, once it has `text` on it."""
+        end = time.monotonic() + PATIENCE_S
+        while True:
+            shown = self.tmux("capture-pane", "-p", *(["-e"] if colors else []), "-t", "t")
+            if text in shown:
+                return shown
+            assert time.monotonic() < end, f"never shown: {text}\n{shown}"
+            self.pause.wait(0.1)
+
+
+@pytest.fixture
+def terminal(tmp_path: Path) -> Iterator[Terminal]:
+    """A terminal, ended afterwards."""
+    found = Terminal(tmp_path)
+    yield found
+    subprocess.run(["tmux", "-S", str(found.socket), "kill-server"], check=False, capture_output=True, timeout=20)
+
+
+@pytest.fixture
+def running(make_run: MakeRun, tmp_path: Path) -> Path:
+    """A run that this very process seems to control."""
+    return make_run(tmp_path / "job", finished=False)
+
+
+@pytest.mark.needs_tmux
+def test_it_fits_and_follows_the_terminal(terminal: Terminal, running: Path) -> None:
+    """Catches lines that wrap at 80x24, and a view that does not follow a resized window."""
+    terminal.start(running)
+    shown = terminal.shows("q quit")
+    lines = shown.rstrip("\n").splitlines()
+    assert len(lines) <= 24
+    assert lines[0].startswith("job  running  step 10/10")
+    assert "replica 1    TP 2/2" in shown
+    assert "1:1: killed by signal 9" in shown
+    terminal.tmux("resize-window", "-t", "t", "-x", "50", "-y", "12")
+    end = time.monotonic() + PATIENCE_S
+    while True:
+        lines = terminal.tmux("capture-pane", "-p", "-t", "t").rstrip("\n").splitlines()
+        if lines and "q quit" in lines[-1] and len(lines) <= 12:
+            break
+        assert time.monotonic() < end, lines
+        terminal.pause.wait(0.1)
+    assert lines[0].startswith("job  running")
+    assert max(map(len, lines)) <= 50
+
+
+@pytest.mark.needs_tmux
+def test_a_device_is_drained_after_a_yes(terminal: Terminal, running: Path) -> None:
+    """Catches a key that drains without being confirmed, or a wish that reaches nobody."""
+    inbox = Inbox(running)
+    terminal.start(running)
+    terminal.shows("q quit")
+    terminal.tmux("send-keys", "-t", "t", "d", "1:0", "Enter")
+    terminal.shows("really drain 1:0?")
+    assert inbox.take() == []
+    terminal.tmux("send-keys", "-t", "t", "n")
+    terminal.shows("q quit")
+    assert inbox.take() == []
+    terminal.tmux("send-keys", "-t", "t", "d", "1:0", "Enter", "y")
+    end = time.monotonic() + PATIENCE_S
+    while not (taken := inbox.take()):
+        assert time.monotonic() < end
+    ((number, wish),) = taken
+    assert (wish.action, wish.device) == ("drain", "1:0")
+    inbox.reply(number, ok=True, text="1:0 leaves")
+    terminal.shows("1:0 leaves")
+
+
+@pytest.mark.needs_tmux
+def test_the_end_of_the_run_ends_the_view(terminal: Terminal, running: Path) -> None:
+    """Catches a view that watches a finished job for ever, without colours too."""
+    terminal.start(running, settings="NO_COLOR=1")
+    shown = terminal.shows("q quit", colors=True)
+    assert "\x1b[31m" not in shown
+    assert "\x1b[32m" not in shown
+    devices = json.loads((running / "devices.json").read_text())
+    (running / "devices.json").write_text(json.dumps({**devices, "finished": True}))
+    assert "finished" in terminal.shows("code 0")
+
+
+@pytest.mark.needs_tmux
+def test_a_controller_that_is_gone_is_told(terminal: Terminal, running: Path) -> None:
+    """Catches a view that shows an old state as if the job still ran."""
+    terminal.start(running)
+    terminal.shows("q quit")
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    devices = json.loads((running / "devices.json").read_text())
+    (running / "devices.json").write_text(json.dumps({**devices, "controller_pid": gone.pid}))
+    assert "runflat train --resume" in terminal.shows("code 1")
+
+
+def test_without_a_terminal_it_prints_once(running: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a command that needs a terminal in a script or a log."""
+    assert cli.run(["top", str(running)]) == 0
+    assert "replica 0" in capsys.readouterr().out
+
+
+def test_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches an empty screen for a folder that holds no run."""
+    assert cli.run(["top", str(tmp_path)]) == 2
+    assert "is no run of this version" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("typed", "wish"),
+    [
+        ("d1:0\ry", ("drain", "1:0")),
+        ("r1:x\x7f1\ry", ("return", "1:1")),
+        ("d1:0\rn", None),
+        ("d1:0\x1b", None),
+        ("d\ry", None),
+        ("x", None),
+    ],
+)
+def test_keys(typed: str, wish: tuple[str, str] | None) -> None:
+    """Catches a wish that comes without its yes, or not at all."""
+    keys, found = Keys(), None
+    for key in typed:
+        keys, said, _ = press(keys, key)
+        found = said or found
+    assert found == wish
+    assert keys == Keys()
+    assert press(Keys(), "q")[2]
+
+
+def test_thousands_of_devices_fit(running: Path) -> None:
+    """Catches a screen of 4,096 devices that is longer than the terminal, or hides the hurt replica."""
+    rows = [
+        {"device": f"{replica}:{slot}", "state": "lost" if (replica, slot) == (31, 7) else "active"}
+        for replica in range(64)
+        for slot in range(64)
+    ]
+    devices = json.loads((running / "devices.json").read_text())
+    (running / "devices.json").write_text(json.dumps({**devices, "devices": rows}))
+    shown = screen(read_run(running), "running", "keys", 80, 24).plain.splitlines()
+    assert len(shown) <= 24
+    assert max(map(len, shown)) <= 80
+    assert any(line.startswith("replica 31") for line in shown)
+    assert any("63 of them whole" in line for line in shown)
