@@ -264,14 +264,11 @@ class TrainConfig(Section):
 
     @field_validator("on_failure")
     @classmethod
-    def _live_strategies(cls, chain: str) -> str:
+    def _known_strategies(cls, chain: str) -> str:
         try:
-            links = parse_chain(chain)
+            parse_chain(chain)
         except ConfigError as error:
             raise ValueError(f"on_failure: {error}") from None  # so that the file is named in front of it
-        if Strategy.RESTART in links:
-            known = "use spare, ntp and drop (runflat simulate knows all strategies)"
-            raise ValueError(f"on_failure is {chain!r}, but restart is not carried out live yet; {known}")
         return chain
 
     @model_validator(mode="after")
@@ -280,6 +277,16 @@ class TrainConfig(Section):
             raise ValueError(
                 f"spares is {self.spares}, but on_failure is {self.on_failure!r}, which never uses a spare; write "
                 f"spare,{self.on_failure}, or leave spares out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _restart_finds_a_checkpoint(self) -> TrainConfig:
+        first = parse_chain(self.on_failure)[0]
+        if first is Strategy.RESTART and not (self.train.checkpoint_every or self.train.memory_every):
+            raise ValueError(
+                f"on_failure is {self.on_failure!r}, but train.checkpoint_every and train.memory_every are both 0, so "
+                f"that there is never a checkpoint to start again from; set one of them"
             )
         return self
 

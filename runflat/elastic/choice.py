@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from runflat.elastic import heal
 from runflat.elastic.state import Standing, State
 from runflat.plan.plan import Plan
@@ -10,9 +12,23 @@ from runflat.plan.strategies import Decision, Strategy
 
 def choose(state: State) -> Decision:
     """The decision after everybody has left the old generation and said what it holds."""
-    fit = set(state.live()) - state.leaving
-    if Strategy.SPARE in state.planner.chain:
+    chain, fit = state.planner.chain, set(state.live()) - state.leaving
+    if Strategy.SPARE in chain:
         fit |= set(state.standby())
+    decision = _decide(state, fit)
+    if Strategy.RESTART in chain and (decision.stop or decision.strategy is Strategy.RESTART):
+        return _decide(state, fit | _waiting(state))  # who waits for a restart is in the next one
+    return decision
+
+
+def _waiting(state: State) -> set[str]:
+    """Healthy devices that do not train: their processes wait, start, or can be started."""
+    starting = {d.name for d in state.devices.values() if d.standing is Standing.STARTING and d.awaited}
+    parked = {d.name for d in state.devices.values() if d.standing is Standing.PARKED and d.surplus}
+    return {*state.standby(), *starting, *parked}
+
+
+def _decide(state: State, fit: Collection[str]) -> Decision:
     return state.planner.decide(
         fit,
         state.decision,
@@ -38,7 +54,8 @@ def has_checkpoint(state: State) -> bool:
     """Whether there is a whole copy of everything: on disk, or in the memory of who is there."""
     if heal.good_checkpoint(state) is not None:
         return True
-    copies = {name: heal.good_copies(state, entries) for name, entries in state.copies().items()}
+    live = state.live()
+    copies = {name: heal.good_copies(state, entries) for name, entries in state.copies().items() if name in live}
     return state.planner.newest_copy(copies, state.plans) is not None
 
 

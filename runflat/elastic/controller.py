@@ -233,8 +233,7 @@ class Controller:
         elif isinstance(action, Planned):
             generation = before.plan.generation if before.plan else action.plan.generation
             self.books.adopt(action.plan)
-            if action.resume.action in ("forward", "discard"):
-                self.books.settle(action.resume.committed, action.scalars, generation, self.now)
+            self.books.settle(action.resume.committed, action.scalars, generation, self.now)
             self.books.go_back(action.resume)
         elif isinstance(action, Took):
             self.books.adopt(action.plan)

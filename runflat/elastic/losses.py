@@ -7,10 +7,11 @@ from dataclasses import replace
 
 from runflat.cluster.events import Event, EventKind, event_from_json
 from runflat.elastic import growth as changes
-from runflat.elastic.actions import Asked, Kill, Note, Reply, Start, Turn
+from runflat.elastic.actions import Asked, Kill, Note, Reply, Turn
 from runflat.elastic.messages import Failed, SelfTested, Struck
 from runflat.elastic.orders import Exit
 from runflat.elastic.recovery import fail, replan
+from runflat.elastic.restart import launch
 from runflat.elastic.state import LIVE, PRESENT, Device, GrowthStage, Stage, Standing, State
 
 
@@ -39,6 +40,8 @@ def lose(turn: Turn, name: str, cause: str, *, gone: bool) -> None:
         restart_at=None if stays else now + state.limits.back_off_s * 2 ** (failures - 1),
         present=not gone,
         killed_at=None,
+        awaited=False,
+        ending=False,
         holds=-1,
         cause=cause,
     )
@@ -64,6 +67,9 @@ def on_exit(turn: Turn, name: str, code: int | None) -> None:
     device = turn.state.devices[name]
     turn.device(name, present=False)
     if device.standing not in PRESENT:
+        return
+    if device.ending:
+        launch(turn, name, awaited=True)
         return
     if name in turn.state.done and code == 0:
         turn.device(name, standing=Standing.PARKED, holds=-1)
@@ -104,12 +110,8 @@ def on_struck(turn: Turn, name: str, message: Struck) -> None:
 
 
 def initial(state: State) -> list[Device]:
-    """Devices that the run starts with and whose word is awaited."""
-    return [
-        device
-        for device in state.devices.values()
-        if device.standing is Standing.STARTING and device.incarnation == 0 and device.name not in state.planner.spares
-    ]
+    """Devices whose processes start and are awaited before a plan is made."""
+    return [device for device in state.devices.values() if device.standing is Standing.STARTING and device.awaited]
 
 
 def check_started(turn: Turn) -> None:
@@ -122,6 +124,7 @@ def check_started(turn: Turn) -> None:
         return
     for device in starting:
         turn.device(device.name, standing=Standing.ACTIVE)
+    turn.lap("restart")
     replan(turn)
 
 
@@ -147,21 +150,7 @@ def on_selftested(turn: Turn, name: str, message: SelfTested) -> None:
 def start(turn: Turn, name: str) -> None:
     """Start a device's process again, and with it those of a replica that can work again now."""
     for device in (name, *_companions(turn.state, (name,))):
-        old = turn.state.devices[device]
-        fresh = Device(
-            name=device,
-            standing=Standing.STARTING,
-            since=turn.now,
-            incarnation=old.incarnation + 1,
-            heard=turn.now,
-            since_when=turn.now,
-            failures=old.failures,
-            scripted=old.scripted,
-            healthy=old.standing is Standing.PARKED,
-            heals=old.heals,
-        )
-        turn.set(devices={**turn.state.devices, device: fresh})
-        turn.do(Start(device, fresh.incarnation))
+        launch(turn, device)
         turn.say(f"{device} starts")
 
 

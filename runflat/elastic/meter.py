@@ -43,11 +43,18 @@ class Meter:
             return Category.IDLE
         if not self._ran and not (device.healthy and device.standing is Standing.STARTING):
             return Category.START
+        if self._loads(state) and (device.awaited or device.standing in LIVE):
+            return Category.RESTART
         if device.standing is Standing.STARTING:
             return Category.IDLE if device.healthy else Category.FAILED
         if state.stage is Stage.FORM:
             return Category.TRANSFER if set(state.members()) <= state.formed else Category.REFORM
         return Category.PRODUCTIVE if state.stage in (Stage.RUN, Stage.FINISHED) else Category.REFORM
+
+    @staticmethod
+    def _loads(state: State) -> bool:
+        """Whether processes start again, or everybody loads."""
+        return state.stage is Stage.START or (state.stage is Stage.READY and state.loading)
 
     def learn(self, before: State, action: Action) -> None:
         """Charge again what an action shows to have been something else; `before` is the state that it followed."""

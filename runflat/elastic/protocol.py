@@ -55,7 +55,7 @@ def first_state(
         cause = "dead from the start" if name in dead else ""
         gone, spare = name in dead, name in planner.spares
         device = Device(name, standing, 0.0, by_word=gone, scripted=name in scripted, cause=cause, present=not gone)
-        devices[name] = replace(device, healthy=spare)
+        devices[name] = replace(device, healthy=spare, awaited=not spare and not gone)
     return State(
         planner=planner,
         limits=limits,

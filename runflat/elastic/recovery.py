@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from runflat.cluster.ledger import Incident
-from runflat.elastic import heal
+from runflat.elastic import heal, restart
 from runflat.elastic.actions import Closed, Grew, Opened, Planned, Took, Turn
 from runflat.elastic.choice import choose
 from runflat.elastic.messages import Commit, Formed, LowMem, Ready, Running, Status
@@ -22,7 +22,7 @@ WEIGHTS = {Strategy.SPARE.value: 1, Strategy.NTP.value: 2, Strategy.DROP.value: 
 """Of two links that an incident took, the heavier names it."""
 KEPT_COMPARED = 1024
 """How many steps with a good digest are remembered."""
-_PHASE_OF_STAGE = {Stage.START: "start", Stage.ABORT: "abort", Stage.READY: "barrier", Stage.FORM: "transfer"}
+_PHASE_OF_STAGE = {Stage.START: "restart", Stage.ABORT: "abort", Stage.READY: "barrier", Stage.FORM: "transfer"}
 
 
 def fail(turn: Turn, devices: tuple[str, ...], cause: str, started: float) -> None:
@@ -121,9 +121,12 @@ def replan(turn: Turn) -> None:
     except PlanError as error:
         turn.finish(f"no plan is left: {error} {_way_on(state)}")
         return
-    resume, reason = _resume(state, plan, restart=decision.strategy is Strategy.RESTART)
+    restarts = decision.strategy is Strategy.RESTART
+    resume, reason = _resume(state, plan, restarts=restarts)
     if resume is None:
         turn.finish(f"{reason}. {_way_on(state)}")
+        return
+    if restart.begin(turn, decision, anew=restarts and resume.action != "memory"):
         return
     _adopt(turn, plan, resume, reason)
     _note_decision(turn, decision, "heal" if resume.healed else resume.action)
@@ -177,7 +180,7 @@ def _adopt(turn: Turn, plan: Plan, resume: Resume, reason: str) -> None:
     turn.do(Planned(plan, resume, reason, None if resume.back else state.scalars))
 
 
-def _resume(state: State, plan: Plan, *, restart: bool) -> tuple[Resume | None, str]:
+def _resume(state: State, plan: Plan, *, restarts: bool) -> tuple[Resume | None, str]:
     """Where the members of `plan` go on from, and why; None if there is no place left to go on from."""
     members = [plan.device(place) for place in plan.places]
     statuses = {name: state.statuses[name] for name in members if name in state.statuses}
@@ -188,7 +191,7 @@ def _resume(state: State, plan: Plan, *, restart: bool) -> tuple[Resume | None, 
     lagging = [name for name in holdings if statuses[name].committed < state.committed]
     stuck = [n for n in lagging if not (statuses[n].complete and statuses[n].committed == state.committed - 1)]
     reason = ""
-    if restart:
+    if restarts:
         reason = "all start again"
     elif moves.lost:
         reason = f"no live device holds {', '.join(moves.lost[:3])}{' and more' if moves.lost[3:] else ''}"
@@ -254,7 +257,9 @@ def on_ready(turn: Turn, device: str, ready: Ready) -> None:
         return
     turn.set(answered=state.answered | {device})
     if set(state.members()) <= turn.state.answered:
-        turn.lap("barrier")
+        opened = state.disturbance
+        loads = state.loading and opened is not None and opened.strategy == Strategy.RESTART.value
+        turn.lap("restart" if loads else "barrier")
         turn.enter(Stage.FORM)
         turn.set(formed=frozenset())
         turn.send(state.members(), Go(generation=state.plan.generation))

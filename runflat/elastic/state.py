@@ -127,6 +127,10 @@ class Device:
     """Comes back only when a person says so."""
     scripted: bool = False
     """A script strikes it, and says when it comes back, each time."""
+    awaited: bool = False
+    """No plan is made before its process is up: the run begins, or starts again."""
+    ending: bool = False
+    """Its process is to end for a restart; then a new one starts."""
     healthy: bool = False
     """Starts although it had not failed: its replica becomes whole, or it is a spare."""
     surplus: bool = False

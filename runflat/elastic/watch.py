@@ -41,6 +41,7 @@ class Due(StrEnum):
     HEARTBEAT = "heartbeat"
     SELFTEST = "self-test"
     END = "end"
+    STOP = "stop"
     BACK_OFF = "back-off"
     ANSWERS = "answers"
     SUSPICION = "suspicion"
@@ -74,6 +75,8 @@ def _of_device(state: State, device: Device) -> Iterable[Deadline]:
             yield Deadline(Due.BACK_OFF, f"back-off of {name}", device.restart_at, (name,))
     elif device.killed_at is not None:
         yield Deadline(Due.END, f"end of {name}", device.killed_at + limits.confirm_s, (name,))
+    elif device.ending:
+        yield Deadline(Due.STOP, f"stop of {name}", device.since + limits.progress_floor_s, (name,))
     elif not device.hello:
         yield Deadline(Due.HELLO, f"start of {name}", device.since + limits.start_s, (name,))
     else:
@@ -172,6 +175,8 @@ def _answer(turn: Turn, deadline: Deadline) -> None:
     elif deadline.kind is Due.END:
         turn.say(f"{deadline.who[0]} was killed, but its end is not confirmed: it is cut off")
         lose(turn, deadline.who[0], state.devices[deadline.who[0]].cause, gone=False)
+    elif deadline.kind is Due.STOP:
+        kill(turn, deadline.who[0], "did not stop for the restart")
     elif deadline.kind is Due.HEARTBEAT:
         device = state.devices[deadline.who[0]]
         kill(turn, device.name, f"no heartbeat for {turn.now - device.heard:.1f} s", device.heard)

@@ -77,7 +77,7 @@ def test_spare(live: Any, whole: Watch, capsys: pytest.CaptureFixture[str]) -> N
         assert runflat(["device", str(watch.run), "1:1", "return"]) == 0
         until("1:1 to stand by", lambda: watch.state("1:1") == "standby")
         assert runflat(["device", str(watch.run), "0:1", "drain"]) == 0
-        until("1:1 to work", lambda: watch.state("1:1") == "active")
+        until("1:1 to have the place", lambda: watch.devices()["1:1"]["replica"] == 0)
         assert runflat(["devices", str(watch.run)]) == 0
         os.kill(os.getpid(), signal.SIGINT)
 
@@ -91,6 +91,25 @@ def test_spare(live: Any, whole: Watch, capsys: pytest.CaptureFixture[str]) -> N
     assert ["s0", "active", "1:1"] in [row[:3] for row in table]
     assert ["1:1", "active", "0:1"] in [row[:3] for row in table]
     assert {tuple(share.values()) for share in shares(ran.watch)} == {(4, 4)}, "never at a lower degree"
-    again = live.train("again", f"{LAYOUT} {EXACT} --train.steps {ran.summary['step']}")
+    again = live.train("again", f"{LAYOUT} {EXACT} --train.steps 100000 --train.stop-after {ran.summary['step']}")
     ends = [newest_checkpoint(watch.run, pytest.fail) for watch in (again.watch, ran.watch)]
     assert compare(*ends).whole("weight") <= 1e-11
+
+
+@pytest.mark.parametrize(("kept", "action", "done_again"), [("checkpoint", "checkpoint", 2), ("memory", "memory", 1)])
+def test_restart(live: Any, whole: Watch, kept: str, action: str, done_again: int) -> None:
+    """Catches a restart that goes on with a hit replica, with old processes, from an older state, or past lost steps."""
+    every = {"checkpoint": "--train.checkpoint-every 4 --train.memory-every 0", "memory": "--train.memory-every 5"}
+    loss = LOSS | {"step": 6}
+    ran = live.train("restart", f"{LAYOUT} {EXACT} {PACED} {every[kept]} --on-failure restart", [loss])
+    assert (ran.code, ran.error) == (0, None)
+    check_same(ran.watch, whole)
+    (incident,) = ran.summary["incidents"]
+    assert (incident["strategy"], incident["action"]) == ("restart", action)
+    assert done_again <= incident["replayed_steps"] <= done_again + 1.5
+    assert shares(ran.watch)[-1] == {0: 8}
+    assert ran.summary["device_s"]["replay"] > 0
+    incarnations = {name: row["incarnation"] for name, row in ran.watch.devices().items()}
+    fresh = int(kept == "checkpoint")
+    assert incarnations == {"0:0": fresh, "0:1": fresh, "1:0": 0, "1:1": 0}
+    assert (ran.summary["device_s"]["restart"] > 0) is (kept == "checkpoint")
