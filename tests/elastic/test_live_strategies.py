@@ -98,7 +98,7 @@ def test_spare(live: Any, whole: Watch, capsys: pytest.CaptureFixture[str]) -> N
 
 @pytest.mark.parametrize(("kept", "action", "done_again"), [("checkpoint", "checkpoint", 2), ("memory", "memory", 1)])
 def test_restart(live: Any, whole: Watch, kept: str, action: str, done_again: int) -> None:
-    """Catches a restart that goes on with a hit replica, with old processes, from an older state, or past lost steps."""
+    """Catches a restart that goes on with a hit replica, in old processes, from an older state, or past lost steps."""
     every = {"checkpoint": "--train.checkpoint-every 4 --train.memory-every 0", "memory": "--train.memory-every 5"}
     loss = LOSS | {"step": 6}
     ran = live.train("restart", f"{LAYOUT} {EXACT} {PACED} {every[kept]} --on-failure restart", [loss])
@@ -112,4 +112,4 @@ def test_restart(live: Any, whole: Watch, kept: str, action: str, done_again: in
     incarnations = {name: row["incarnation"] for name, row in ran.watch.devices().items()}
     fresh = int(kept == "checkpoint")
     assert incarnations == {"0:0": fresh, "0:1": fresh, "1:0": 0, "1:1": 0}
-    assert (ran.summary["device_s"]["restart"] > 0) is (kept == "checkpoint")
+    assert ran.summary["device_s"]["restart"] > 0
