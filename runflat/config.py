@@ -257,6 +257,8 @@ class TrainConfig(Section):
     """What to do when devices are lost, tried in this order, separated by commas."""
     spares: int = Field(default=0, ge=0)
     """Further devices, s0 and so on, that wait for the slot of one that is lost."""
+    drain_slow: bool = False
+    """Have a device leave that makes its replica slow; else the replica gets fewer sequences."""
     run: Path | None = None
     """Directory for everything that the run writes; none: a new one under runs/, named by the time."""
     resume: Path | None = None

@@ -165,7 +165,11 @@ def _controller(prepared: Prepared, view: ProgressView) -> Controller:
         prepared.run,
         planner,
         view,
-        limits=Limits(timeout_s=config.train.timeout_s, digest_every=config.train.digest_every),
+        limits=Limits(
+            timeout_s=config.train.timeout_s,
+            digest_every=config.train.digest_every,
+            drain_slow=config.drain_slow,
+        ),
         sample_hash=corpus.sample_hash if corpus else numbered,
         learning_rate=lambda step: learning_rate(settings, step),
         secret=secrets.token_hex(16),

@@ -14,7 +14,7 @@ from typing import Any
 from runflat.elastic.fakes import FakeWorker, Group
 from runflat.elastic.messages import Failed, Message, Suspect
 from runflat.elastic.orders import Inject, Order
-from runflat.plan.plan import Plan
+from runflat.plan.plan import Plan, ReplicaPlan
 
 LATENCY_S = 0.001
 START_S = 0.3
@@ -131,9 +131,11 @@ class FakeLauncher:
         """Bring a message to whoever listens."""
         self.later(LATENCY_S, partial(self._inbox.append, (worker.name, worker.incarnation, message)))
 
-    def compute_time_s(self, device: str, num_sequences: int) -> float:
-        """Seconds that `num_sequences` sequences take on `device`."""
-        return self.compute_s / USUAL_SEQUENCES * num_sequences * self.slow.get(device, 1.0)
+    def compute_time_s(self, replica: ReplicaPlan, device: str | None = None) -> float:
+        """Seconds that a step of `replica` takes on `device`, else on the slowest; at a lower degree each does more."""
+        devices = (device,) if device else tuple(name for name in replica.devices if name is not None)
+        slowest = max(self.slow.get(name, 1.0) for name in devices)
+        return self.compute_s / USUAL_SEQUENCES * replica.num_sequences * slowest * len(replica.devices) / replica.tp
 
     def group(self, plan: Plan) -> Group:
         """The groups of a generation."""

@@ -11,11 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from runflat.elastic import messages, orders
-from runflat.plan.plan import Plan, plan_from_json
+from runflat.plan.plan import Plan, ReplicaPlan, plan_from_json
 
 HEARTBEAT_S = 0.25
 SCALARS = (1.0, 2.0, 2.0, 4.0, 0.0, 0.0, 0.0)
 """Devices, loss sum, targets, squared norm, not finite, stop, switch: a loss of 1 and a gradient norm of 1."""
+ONES = dict.fromkeys(("loss", "grad_norm", "lr", "num_target_tokens"), 1)
+RESULTS: dict[str, Any] = {**ONES, "skipped": False, "sync_s": 0.0}
+"""What every step report says."""
 
 
 @dataclass
@@ -47,8 +50,8 @@ class Surroundings(Protocol):
     def committed(self) -> int:
         """Steps that the controller knows to be committed."""
 
-    def compute_time_s(self, device: str, num_sequences: int) -> float:
-        """Seconds that `num_sequences` sequences take on `device`."""
+    def compute_time_s(self, replica: ReplicaPlan, device: str | None = None) -> float:
+        """Seconds that a step of `replica` takes on `device`, else on its slowest one, for which the others wait."""
 
     def group(self, plan: Plan) -> Group:
         """The groups of a generation."""
@@ -86,6 +89,7 @@ class FakeWorker:
     phase: str = "import"
     waits_for: str | None = None
     waits_since: float = 0.0
+    waited_s: float = 0.0
     receiving: Plan | None = None
     feeders: set[str] = field(default_factory=set)
 
@@ -105,6 +109,8 @@ class FakeWorker:
 
     def at(self, phase: str) -> bool:
         """Come to `phase`; False when a fault ends the work here."""
+        if self.waits_for is not None:
+            self.waited_s += self.world.now - self.waits_since
         self.phase, self.waits_for = phase, None
         return self.world.strike(self, phase)
 
@@ -132,7 +138,8 @@ class FakeWorker:
         generation = self.plan.generation if self.plan else -1
         since_s = self.world.now - self.waits_since if self.waits_for else 0.0
         fields = {"generation": generation, "committed": self.committed, "phase": self.phase}
-        self.say(messages.Heartbeat, waits_for=self.waits_for, since_s=since_s, **fields)
+        waits = {"waits_for": self.waits_for, "since_s": since_s, "waited_s": self.waited_s + since_s}
+        self.say(messages.Heartbeat, **waits, **fields)
         if self.alive:
             self.world.later(HEARTBEAT_S, self.beat)
 
@@ -253,8 +260,10 @@ class FakeWorker:
         elif self.at("forward"):
             place = group.plan.place(self.name)
             assert place is not None
-            seconds = world.compute_time_s(self.name, group.plan.replica(place[0]).num_sequences)
-            self.after(seconds, lambda: self._sync(group), generation)
+            replica = group.plan.replica(place[0])
+            own_s = world.compute_time_s(replica, self.name)
+            self.after(own_s, lambda: self.wait("its replica"), generation)
+            self.after(world.compute_time_s(replica), lambda: self._sync(group), generation)
 
     def _sync(self, group: Group) -> None:
         if self.at("sync"):
@@ -287,7 +296,7 @@ class FakeWorker:
         replica = plan.replica(place[0])
         if place[1] != replica.live_slots[0]:
             return
-        seconds = self.world.compute_time_s(self.name, replica.num_sequences)
+        seconds = self.world.compute_time_s(replica)
         before = sum(r.num_sequences for r in plan.replicas if r.replica < place[0])
         self.say(
             messages.StepReport,
@@ -296,14 +305,9 @@ class FakeWorker:
             replica=place[0],
             first_sample=self.committed * plan.num_sequences + before,
             num_samples=replica.num_sequences,
-            loss=1.0,
-            grad_norm=1.0,
-            lr=1.0,
-            num_target_tokens=1,
-            skipped=False,
             compute_s=seconds,
-            sync_s=0.0,
             step_s=seconds,
+            **RESULTS,
         )
 
     def _apply(self, group: Group, flags: set[str]) -> None:

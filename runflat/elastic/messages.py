@@ -21,7 +21,10 @@ class Hello(_Said):
 
 
 class Heartbeat(_Said):
-    """Sent every quarter of a second by a thread of its own: where the device is, and what it waits for."""
+    """Sent every quarter of a second by a thread of its own: where the device is, and what it waits for.
+
+    `waited_s` are the seconds that it has waited for peers since its process began.
+    """
 
     type: Literal["heartbeat"] = "heartbeat"
     generation: int
@@ -29,6 +32,7 @@ class Heartbeat(_Said):
     phase: str
     waits_for: str | None = None
     since_s: float = 0.0
+    waited_s: float = 0.0
 
 
 class MemoryCopy(Wire):

@@ -1,13 +1,19 @@
-"""Which replica is slower than its plan says: it gets fewer sequences, and is named. A part of `decide`."""
+"""Which replica is slower than its plan says, and by which device: it gets fewer sequences. A part of `decide`.
+
+Replicas are compared by the time that they take for the work that the plan gives them. Within a replica all devices
+take equally long, since they compute together: the slow one is that which waits least for the others.
+"""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
+from dataclasses import replace
 
-from runflat.elastic.actions import Turn
+from runflat.cluster.events import Event, EventKind
+from runflat.elastic.actions import Note, Turn
 from runflat.elastic.messages import StepReport
-from runflat.elastic.state import State
+from runflat.elastic.state import Standing, State
 
 LEAST_CHANGE = 0.25
 """A factor is only replaced by one that differs by this part of it: shares must not follow noise."""
@@ -35,16 +41,31 @@ def _conclude(turn: Turn) -> None:
     slow = _factors(state)
     if not _differs(slow, state.slow):
         return
-    turn.set(slow=slow, paces={})
+    for replica in state.slowest.keys() - slow.keys():
+        _note(turn, state.slowest[replica], 1.0, f"replica {replica} is not slow any more")
+    slowest = {}
     for replica, factor in slow.items():
         members = [device for device in state.plan.replica(replica).devices if device is not None]
-        busiest = max(members, key=lambda name: state.devices[name].busy)
-        turn.say(
-            f"replica {replica} takes {factor:.1f} times as long for its work as the fastest one does (in it {busiest} "
-            f"waits least for the others): it gets fewer sequences"
-        )
-    if not slow:
-        turn.say("no replica is slow any more")
+        slowest[replica] = min(members, key=lambda name: state.devices[name].waiting_s)
+        text = f"replica {replica} takes {factor:.1f} times as long for its work as the fastest one does"
+        text += f" (in it {slowest[replica]} waits least for the others)"
+        if not state.limits.drain_slow:
+            _note(turn, slowest[replica], factor, f"{text}: it gets fewer sequences")
+        else:
+            _note(turn, slowest[replica], factor, f"{text}: the device leaves")
+            turn.device(slowest[replica], standing=Standing.DRAINING, by_word=True, surplus=False)
+            turn.do(Note(Event(event=EventKind.DRAIN, device=slowest[replica], time_s=turn.now, cause="slow")))
+    leaving = turn.state.standing(Standing.DRAINING)
+    kept = {replica: factor for replica, factor in slow.items() if slowest[replica] not in leaving}
+    turn.set(slow=kept, slowest={replica: slowest[replica] for replica in kept}, paces={})
+
+
+def _note(turn: Turn, device: str, factor: float, text: str) -> None:
+    """Say it, and write an event down; with its step, so that a recorded run can be injected again."""
+    state = turn.state
+    event = Event(event=EventKind.SLOW, device=device, factor=factor, step=state.committed, detail=text)
+    turn.do(Note(replace(event, time_s=turn.now, generation=state.plan.generation if state.plan else None)))
+    turn.say(text)
 
 
 def _factors(state: State) -> dict[int, float]:

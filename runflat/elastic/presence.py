@@ -21,6 +21,7 @@ class Presence:
         self.committed = 0
         self._phase = "import"
         self._waits_for: str | None = None
+        self._waited_s = 0.0
         self._since = time.monotonic()
 
     @property
@@ -34,6 +35,14 @@ class Presence:
             self._since = time.monotonic()
         self._phase, self._waits_for = phase, waits_for
 
+    def waits(self, what: str | None) -> None:
+        """In the phase in hand, the main thread waits for `what`; None: no more."""
+        self.enter(self._phase, what)
+
+    def waited(self, seconds: float) -> None:
+        """The main thread has waited for peers."""
+        self._waited_s += seconds
+
     def message(self) -> dict[str, Any]:
         """The heartbeat."""
         return {
@@ -43,6 +52,7 @@ class Presence:
             "phase": self._phase,
             "waits_for": self._waits_for,
             "since_s": time.monotonic() - self._since,
+            "waited_s": self._waited_s,
         }
 
 

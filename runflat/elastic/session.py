@@ -72,7 +72,8 @@ class Session:
             timeout_s=job.train.timeout_s,
             form_timeout_s=FORM_TIMEOUT_S,
             interrupt=self.interrupt,
-            waiting=self._waiting,
+            waiting=self.presence.waits,
+            waited=self.presence.waited,
         )
         self.striker = Striker(job.inject, device_id)
         self.inbox = Inbox(channel, self._leave_below, self.striker.add)
@@ -100,9 +101,6 @@ class Session:
         for plan in (self.plan, prepared.plan if prepared else None):
             if plan is not None and plan.generation < generation:
                 self.sockets.abort(plan.generation)
-
-    def _waiting(self, what: str | None) -> None:
-        self.presence.enter(self.presence.phase, what)
 
     def _phase(self, name: str) -> None:
         """The main thread begins phase `name`: say so, and let the injector strike."""

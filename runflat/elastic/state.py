@@ -86,6 +86,8 @@ class Limits:
     """A replica is slow that takes this many times as long for its work as the fastest one does."""
     slow_steps: int = 20
     """In how many steps in a row it must be."""
+    drain_slow: bool = False
+    """Whether a device leaves that makes its replica slow."""
     max_heals: int = 3
     """Times that a device's bits were wrong after which it leaves."""
     digest_every: int = 0
@@ -108,8 +110,10 @@ class Device:
     present: bool = True
     """Its process may still exist."""
     heard: float = 0.0
-    busy: float = 0.0
-    """Recent share of heartbeats at which it waited for nobody."""
+    waiting_s: float = 0.0
+    """Recent seconds between two heartbeats in which it waited for peers."""
+    waited_s: float = 0.0
+    """Seconds that its process has waited for peers, as far as heard."""
     intervals: tuple[float, ...] = ()
     """Recent times between heartbeats."""
     phase: str = "import"
@@ -297,6 +301,8 @@ class State:
     """Per replica: recent seconds for each unit of work that the plan gives it."""
     slow: Mapping[int, float] = field(default_factory=dict)
     """Replicas that are slower than their plan says, and how many times."""
+    slowest: Mapping[int, str] = field(default_factory=dict)
+    """Per slow replica the device that makes it so."""
     shared_for: Mapping[int, float] = field(default_factory=dict)
     """The `slow` for which the batch was last shared."""
     growth: Growth | None = None

@@ -271,7 +271,8 @@ def on_heartbeat(turn: Turn, name: str, beat: Heartbeat) -> None:
         heard=turn.now,
         committed=committed,
         fault_at=device.fault_at if device.killed_at is not None else None,
-        busy=0.9 * device.busy + 0.1 * (beat.waits_for is None),
+        waiting_s=0.9 * device.waiting_s + 0.1 * (beat.waited_s - device.waited_s),
+        waited_s=beat.waited_s,
     )
 
 

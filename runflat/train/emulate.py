@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from runflat.parallel.comms import Comms
+from runflat.parallel.comms import Comms, Group
 from runflat.plan.batch import micro_batches
 from runflat.plan.cost import device_traffic, sequence_flops
 from runflat.plan.plan import Place, Plan
@@ -98,6 +98,12 @@ class Pace:
         left_s = self._base + self._own_end_s - now
         if left_s > 0:
             self._sleep(left_s)
+
+    def hold(self, replica: Group) -> None:
+        """The devices of a replica compute together: none ends before its slowest, for which the others wait."""
+        latest = torch.tensor([self._own_end_s], dtype=torch.float64)
+        replica.all_reduce(latest, "max")
+        self._own_end_s = float(latest)
 
     def meet(self, comms: Comms) -> None:
         """All devices have ended the step: the clock goes on to the latest of them."""

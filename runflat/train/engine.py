@@ -224,6 +224,7 @@ class Engine:
         factor = self._slow[0] if time.monotonic() < self._slow[1] else 1.0
         if self.pace is not None:
             self.pace.computed(factor)
+            self.pace.hold(self.comms.tp)
         elif factor > 1:
             self._rest((factor - 1) * (time.monotonic() - self._begun))
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from runflat.cluster.events import EventKind
 from runflat.elastic import orders
-from runflat.elastic.actions import Asked, Closed, Grew, Reply, Say, Send, Start, StopAsked
+from runflat.elastic.actions import Asked, Closed, Grew, Note, Reply, Say, Send, Start, StopAsked
 from runflat.elastic.fake_launcher import Fault
 from runflat.elastic.fake_world import World
 from runflat.elastic.state import GrowthStage, Standing
@@ -243,13 +244,29 @@ def test_a_slow_replica_gets_fewer_sequences_and_its_device_is_named(make_world:
     """Catches a job that waits for one slow device in every step, or that throws it out unasked."""
     world = make_world(num_steps=80)
     world.run_until(lambda: world.state.committed == 5)
-    world.launcher.slow["1:0"] = 3.0
+    world.launcher.slow["1:2"] = 3.0
     world.run_until(lambda: shares(world) != [4, 4])
     assert shares(world) == [6, 2]
-    assert any("replica 1" in line.text and "1:0" in line.text for line in of(world, Say))
-    del world.launcher.slow["1:0"]
+    assert any("replica 1" in line.text and "1:2" in line.text for line in of(world, Say))
+    del world.launcher.slow["1:2"]
     assert world.run().text is None
     assert shares(world) == [4, 4]
+    assert sent(world, orders.Abort) == []
+    found, over = (note.event for note in of(world, Note) if note.event.event is EventKind.SLOW)
+    assert (found.device, found.factor, over.device, over.factor) == ("1:2", pytest.approx(3.0), "1:2", 1.0)
+    assert found.step is not None
+    assert "fewer sequences" in str(found.detail)
+
+
+def test_a_slow_device_leaves_if_that_was_asked_for(make_world: Callable[..., World]) -> None:
+    """Catches a device that is drained and whose replica gets fewer sequences all the same, or its peer drained."""
+    world = make_world(num_steps=80, limits={"drain_slow": True})
+    world.launcher.slow["1:2"] = 3.0
+    world.run_until(lambda: bool(world.state.standing(Standing.PARKED)))
+    assert world.state.standing(Standing.PARKED) == ("1:2",)
+    assert [replica.tp for replica in world.state.plan.replicas] == [4, 3]  # type: ignore[union-attr]  # it has run
+    assert shares(world) == [5, 3]
+    assert any("waits least for the others): the device leaves" in line.text for line in of(world, Say))
     assert sent(world, orders.Abort) == []
 
 
