@@ -28,7 +28,7 @@ LAYOUT = (
     "--train.global-batch 4 --train.dtype float64 --train.checkpoint-every 10 "
     "--train.steps 1000000 --data.seq-len 8"
 )
-PATIENT = {"max_failures": 12, "max_losses": 10**6, "back_off_s": 1e-6, "heartbeat_floor_s": 1.5, "heartbeat_factor": 1}
+PATIENT = {"max_failures": 12, "max_losses": 10**6, "back_off_s": 1e-9, "heartbeat_floor_s": 1.5, "heartbeat_factor": 1}
 STRIKE_S = 30.0
 
 
