@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from runflat.commands.watching import Watching, split
+from runflat.commands.watching import Watching, split, watched
 from runflat.errors import ConfigError
 from runflat.report.hook import IncidentHook, tell
 from runflat.report.live import LivePage
@@ -234,3 +234,15 @@ def test_the_dashboard_asks_for_metrics_that_exist(run_folder: Path) -> None:
     source = (Path(__file__).parents[2] / "runflat" / "report" / "metrics.py").read_text()
     assert asked
     assert [name for name in asked if f'"{name}"' not in source] == []
+
+
+def test_what_the_flags_ask_for_is_there_while_the_run_lasts(running: Path) -> None:
+    """Catches a page that is announced but not served, or outlives the run."""
+    said: list[str] = []
+    with watched(Watching(page=0, token="t", on_incident="true"), running, said.append):
+        url = re.findall(r"http://127\.0\.0\.1:\d+/", said[0])[0]
+        assert f"{url}#token=t" in said[0]
+        with urllib.request.urlopen(url, timeout=20) as answer:
+            assert b"<form" in answer.read()
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(url, timeout=20)
