@@ -140,9 +140,17 @@ class DataSection(Section):
     """The text, its tokens, and what is held out."""
 
     paths: tuple[str, ...] = ()
-    """Text files, folders that are searched for them, glob patterns; none: the source code of Python's library."""
+    """Files of text or of token ids (.bin), folders that are searched for text, glob patterns; none: the source code of
+    Python's library."""
     tokenizer: Path | None = None
-    """A tokenizer.json or a directory that has one; none: each byte is a token (257 ids)."""
+    """A tokenizer.json or a directory that has one; none: that of the model to start from, else each byte is a token
+    (257 ids)."""
+    train_tokenizer: Annotated[int | None, tyro.conf.arg(aliases=("--train-tokenizer",))] = Field(default=None, ge=257)
+    """Learn a tokenizer of this many ids (byte-level BPE) from the text; the model's vocabulary follows it."""
+    field: str | None = None
+    """Field of the lines of .jsonl files that holds the text, each a document; none: .jsonl is plain text."""
+    id_type: Literal["uint16", "uint32"] = "uint16"
+    """Type of the token ids in .bin files, which are taken as they are."""
     seq_len: int = Field(default=128, ge=2)
     """Tokens per sequence."""
     holdout_fraction: float = Field(default=0.01, ge=0, lt=1)
@@ -151,6 +159,12 @@ class DataSection(Section):
     """Most sequences to hold out."""
     seed: int = Field(default=0, ge=0)
     """Seed of the held-out selection and of the order of sequences."""
+
+    @model_validator(mode="after")
+    def _one_tokenizer(self) -> DataSection:
+        if self.train_tokenizer and self.tokenizer:
+            raise ValueError("data.tokenizer and data.train_tokenizer are given together; keep one")
+        return self
 
 
 class TrainSection(Section):

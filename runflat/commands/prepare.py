@@ -59,6 +59,7 @@ def prepare(config: TrainConfig, run: Path, warn: Callable[[str], Any], loop: st
     from runflat.train.checkpoint import newest_checkpoint
     from runflat.train.job import DTYPES, Job
 
+    config = _with_vocabulary(config)
     hf_config = section_config(config.model)
     attention = None if config.model.attention == "auto" else config.model.attention
     model = build_meta_model(hf_config, DTYPES[config.train.dtype], attention)
@@ -105,23 +106,40 @@ def _check_resume(config: TrainConfig, checkpoint: Checkpoint, spec: ModelSpec) 
 
 def _corpus(config: TrainConfig, run: Path, spec: ModelSpec) -> Corpus:
     from runflat.train.data import prepare as prepare_data
+    from runflat.train.formats import Reading
+    from runflat.train.sources import find_text_files
+    from runflat.train.tokenizer import train_tokenizer
 
+    reading = Reading(config.data.field, config.data.id_type)
+    if config.data.train_tokenizer and not config.resume:
+        train_tokenizer(find_text_files(config.data.paths), reading, config.data.train_tokenizer, run / "model")
     return prepare_data(
         config.data.paths,
         cache_dir=run / "tokens",
         seq_len=config.data.seq_len,
         seed=config.data.seed,
-        tokenizer=tokenizer_of(config),
+        tokenizer=tokenizer_of(config, run),
+        reading=reading,
         holdout_fraction=config.data.holdout_fraction,
         max_holdout_sequences=config.data.holdout_sequences,
         model_vocab_size=spec.kind("vocab").size,
     )
 
 
-def tokenizer_of(config: TrainConfig) -> Path | None:
-    """The tokenizer that is asked for, else that of the model directory to start from; None where bytes are tokens."""
+def tokenizer_of(config: TrainConfig, run: Path) -> Path | None:
+    """The tokenizer that is asked for or trained, else that of the model to start from; None where bytes are tokens."""
+    if config.data.train_tokenizer:
+        return (config.resume or run) / "model"
     model = config.model.from_dir
     return config.data.tokenizer or (model if model and (model / "tokenizer.json").is_file() else None)
+
+
+def _with_vocabulary(config: TrainConfig) -> TrainConfig:
+    """The configuration, with a vocabulary of the size of the tokenizer that is to be trained."""
+    size, model = config.data.train_tokenizer, config.model
+    if size is None or model.vocab_size or model.from_dir or model.dir:
+        return config
+    return config.model_copy(update={"model": model.model_copy(update={"vocab_size": size})})
 
 
 def _all_places(config: TrainConfig) -> list[tuple[int, int]]:
@@ -192,7 +210,7 @@ def write_config(prepared: Prepared) -> None:
     from runflat.train.export import keep_model
 
     (run / "config.json").write_text(config.model_dump_json(indent=2) + "\n")
-    keep_model(run, prepared.job.hf_config, prepared.spec.name, tokenizer_of(config))
+    keep_model(run, prepared.job.hf_config, prepared.spec.name, tokenizer_of(config, run))
     steps = run / "steps.jsonl"
     start = prepared.checkpoint.progress.step if prepared.checkpoint else 0
     fresh = steps.with_suffix(".new")

@@ -201,7 +201,7 @@ def _conclude(prepared: Prepared, summary: dict[str, Any], view: ProgressView) -
     outcome = "stopped" if summary["stopped"] else "finished"
     loss = f"loss {summary['loss']:.4f}" if summary["loss"] is not None else "no step was done"
     held = summary["holdout_loss"]
-    unit = "byte" if tokenizer_of(prepared.config) is None else "token"
+    unit = "byte" if tokenizer_of(prepared.config, prepared.run) is None else "token"
     view.say(
         f"{outcome} at step {summary['step']} after {summary['wall_s']:.0f} s: {loss}"
         + (f", held-out loss {held:.4f} nats per {unit}" if held is not None else "")

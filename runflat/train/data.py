@@ -23,9 +23,12 @@ import numpy as np
 import numpy.typing as npt
 
 from runflat.errors import DataError
-from runflat.train.sources import find_text_files
-from runflat.train.tokens import cached_token_file, load_codec
+from runflat.train.formats import Reading, has_ids
+from runflat.train.sources import TextFile, find_text_files
+from runflat.train.tokens import Codec, TokenFile, cached_token_file, id_codec, load_codec
 
+PLAIN = Reading()
+"""Text as it stands."""
 # Streams of random numbers that must differ although they share the user's seed.
 _HOLDOUT_STREAM = 0
 _ORDER_STREAM = 1
@@ -39,7 +42,7 @@ class Corpus:
         token_file: path of the .npy file with all tokens, one dimension, uint16 or uint32.
         seq_len: tokens per sequence.
         vocab_size: number of token ids that may occur; the model's vocabulary must not be smaller.
-        separator_id: token id that follows each document.
+        separator_id: token id that follows each document; -1 where the source is token ids of another's making.
         seed: seed of the held-out selection and of the order of samples.
         num_sequences: whole sequences in the token file; the tokens after the last one are not used.
         num_holdout: sequences that are held out, never trained on.
@@ -160,6 +163,7 @@ def prepare(
     holdout_fraction: float = 0.01,
     max_holdout_sequences: int = 64,
     model_vocab_size: int | None = None,
+    reading: Reading = PLAIN,
 ) -> Corpus:
     """Corpus of the given text; tokenises it unless `cache_dir` has the tokens of the very same files already.
 
@@ -174,18 +178,20 @@ def prepare(
             least one sequence.
         max_holdout_sequences: most sequences to hold out.
         model_vocab_size: rows of the model's embedding; a tokenizer with more ids is refused before any text is read.
+        reading: how JSON lines and files of token ids are read.
 
     Raises:
         DataError: nothing readable, too little text for one training and one held-out sequence, an unusable
             tokenizer, a vocabulary larger than the model's, or a cache directory that cannot be written.
     """
-    codec = load_codec(tokenizer)
+    files = find_text_files(paths)
+    codec = _codec(files, tokenizer, model_vocab_size)
     if model_vocab_size is not None and codec.vocab_size > model_vocab_size:
         raise DataError(
             f"The tokens have {codec.vocab_size} ids ({codec.name}) but the model's vocabulary has {model_vocab_size}. "
             f"Set model.vocab_size to {codec.vocab_size} or more, or choose the tokenizer that belongs to the model."
         )
-    tokens = cached_token_file(cache_dir, find_text_files(paths), codec)
+    tokens = cached_token_file(cache_dir, files, codec, reading)
     num_sequences = tokens.num_tokens // seq_len
     num_holdout = 0
     if holdout_fraction > 0:
@@ -204,10 +210,30 @@ def prepare(
         num_sequences=num_sequences,
         num_holdout=num_holdout,
         fingerprint=tokens.fingerprint,
-        source=f"{tokens.num_tokens:,} tokens ({codec.name}) from {tokens.num_documents} files of "
-        + (", ".join(paths) if paths else "the Python standard library")
-        + (f", {tokens.num_skipped} skipped as not UTF-8 text" if tokens.num_skipped else ""),
+        source=_described(tokens, codec, paths),
     )
+
+
+def _described(tokens: TokenFile, codec: Codec, paths: Sequence[str]) -> str:
+    """What was read, for the log."""
+    return (
+        f"{tokens.num_tokens:,} tokens ({codec.name}) from {tokens.num_documents} files of "
+        + (", ".join(paths) if paths else "the Python standard library")
+        + (f", {tokens.num_skipped} skipped as not UTF-8 text" if tokens.num_skipped else "")
+    )
+
+
+def _codec(files: Sequence[TextFile], tokenizer: Path | None, model_vocab_size: int | None) -> Codec:
+    """The tokenizer's codec; without one, that of ids where all files hold ids, else that of bytes."""
+    with_ids = [file.path for file in files if has_ids(file)]
+    if tokenizer is not None or not with_ids:
+        return load_codec(tokenizer)
+    if len(with_ids) < len(files) or model_vocab_size is None:
+        raise DataError(
+            f"{with_ids[0]} holds token ids, and other files of data.paths hold text: without data.tokenizer that text "
+            f"would become bytes. Name the tokenizer that made the ids, or give files of one kind."
+        )
+    return id_codec(model_vocab_size)
 
 
 def sample_hash(previous: str, step: int, samples: Iterable[tuple[int, int]]) -> str:

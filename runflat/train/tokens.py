@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
@@ -17,7 +17,8 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from runflat.errors import DataError
-from runflat.train.sources import TextFile, is_text, read_pieces
+from runflat.train.formats import Reading, documents, has_ids, read_ids
+from runflat.train.sources import TextFile
 
 # Part of each cache key: raise it when the same files would give other tokens than before.
 _FORMAT_VERSION = 1
@@ -106,7 +107,16 @@ def load_codec(tokenizer: Path | None) -> Codec:
     )
 
 
-def cached_token_file(cache_dir: Path, files: Sequence[TextFile], codec: Codec) -> TokenFile:
+def id_codec(vocab_size: int) -> Codec:
+    """Codec of sources that hold token ids already, of a vocabulary of `vocab_size`; it encodes no text."""
+
+    def encode(piece: str) -> npt.NDArray[np.integer[Any]]:
+        raise AssertionError("a source of ids has no text")
+
+    return Codec(f"ids below {vocab_size}", f"ids:{vocab_size}", vocab_size, -1, encode)
+
+
+def cached_token_file(cache_dir: Path, files: Sequence[TextFile], codec: Codec, reading: Reading) -> TokenFile:
     """Token file of these files in `cache_dir`; written if it is not there yet.
 
     It appears under its name only when it is complete, so another process never sees a part of one.
@@ -114,7 +124,7 @@ def cached_token_file(cache_dir: Path, files: Sequence[TextFile], codec: Codec) 
     Raises:
         DataError: none of the files is text, or the directory cannot be written.
     """
-    path = cache_dir / f"tokens-{_cache_key(files, codec)[:20]}.npy"
+    path = cache_dir / f"tokens-{_cache_key(files, codec, reading)[:20]}.npy"
     facts_path = path.with_suffix(".json")
     if path.exists() and facts_path.exists():
         facts = json.loads(facts_path.read_text(encoding="utf-8"))
@@ -123,7 +133,7 @@ def cached_token_file(cache_dir: Path, files: Sequence[TextFile], codec: Codec) 
         cache_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="tokens-", suffix=".tmp", dir=cache_dir) as scratch:
             part = Path(scratch, path.name)
-            tokens = _write(part, files, codec)
+            tokens = _write(part, files, codec, reading)
             facts = {name: value for name, value in asdict(tokens).items() if name != "path"}
             facts_part = part.with_suffix(".json")
             facts_part.write_text(json.dumps(facts), encoding="utf-8")
@@ -137,21 +147,21 @@ def cached_token_file(cache_dir: Path, files: Sequence[TextFile], codec: Codec) 
     return TokenFile(path=path, **facts)
 
 
-def _write(path: Path, files: Sequence[TextFile], codec: Codec) -> TokenFile:
+def _write(path: Path, files: Sequence[TextFile], codec: Codec, reading: Reading) -> TokenFile:
     """Write the tokens of the files one piece at a time; the length goes into the header at the end."""
     digest = hashlib.sha256()
     num_tokens = num_documents = num_skipped = 0
-    separator = np.array([codec.separator_id])
     with path.open("wb") as stream:
         header_bytes = _write_header(stream, codec.dtype, 0)
         for file in files:
             if not file.size_bytes:
                 continue
-            if not is_text(file.path):
+            pieces = _pieces(file, codec, reading)
+            if pieces is None:
                 num_skipped += 1
                 continue
             num_documents += 1
-            for ids in chain(map(codec.encode, read_pieces(file.path)), [separator]):
+            for ids in pieces:
                 data = ids.astype(codec.dtype).tobytes()
                 stream.write(data)
                 digest.update(data)
@@ -169,6 +179,17 @@ def _write(path: Path, files: Sequence[TextFile], codec: Codec) -> TokenFile:
     return TokenFile(path, num_tokens, num_documents, num_skipped, digest.hexdigest())
 
 
+def _pieces(file: TextFile, codec: Codec, reading: Reading) -> Iterator[npt.NDArray[np.integer[Any]]] | None:
+    """Token ids of a source, with a separator after each document of text; None if it is not text."""
+    if has_ids(file):
+        return read_ids(file, reading, codec.vocab_size)
+    found = documents(file, reading)
+    if found is None:
+        return None
+    separator = np.array([codec.separator_id])
+    return (ids for document in found for ids in chain(map(codec.encode, document), [separator]))
+
+
 def _write_header(stream: IO[bytes], dtype: np.dtype[Any], length: int) -> int:
     """Write an .npy header at the stream's position and return its size in bytes."""
     start = stream.tell()
@@ -177,10 +198,12 @@ def _write_header(stream: IO[bytes], dtype: np.dtype[Any], length: int) -> int:
     return stream.tell() - start
 
 
-def _cache_key(files: Sequence[TextFile], codec: Codec) -> str:
+def _cache_key(files: Sequence[TextFile], codec: Codec, reading: Reading) -> str:
     """SHA-256 (hex) of everything that decides what the token file holds."""
     facts = [[str(file.path), file.size_bytes, file.mtime_ns] for file in files]
-    return hashlib.sha256(json.dumps([_FORMAT_VERSION, codec.key, codec.separator_id, facts]).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps([_FORMAT_VERSION, codec.key, codec.separator_id, asdict(reading), facts]).encode()
+    ).hexdigest()
 
 
 def _encode_bytes(text: str) -> npt.NDArray[np.integer[Any]]:
