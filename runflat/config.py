@@ -11,18 +11,11 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from runflat.errors import ConfigError
 from runflat.plan.strategies import Strategy, parse_chain
-
-
-class Section(BaseModel):
-    """Base of all sections: frozen, unknown keys refused, no NaN or infinity, field docstrings kept."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True, protected_namespaces=()
-    )
+from runflat.power.sections import DeviceSection, PowerSection, Section, check_power
 
 
 class ModelSection(Section):
@@ -238,23 +231,6 @@ class TrainSection(Section):
         return self
 
 
-class DeviceSection(Section):
-    """What is declared of each device: how fast it is (emulated ones), and how much memory it has."""
-
-    rate_tflops: float | None = Field(default=None, gt=0)
-    """Emulated: matrix-product rate of one device at nominal power, in TFLOP/s."""
-    curve: str = "ntp"
-    """Emulated: speed against power, a named curve (ntp, cube, v100-bert, amdahl) or exponent:NUMBER."""
-    power: float = Field(default=1.0, gt=0)
-    """Emulated: power limit relative to nominal; the curve says how fast that is."""
-    domain_link_gbps: float | None = Field(default=None, gt=0)
-    """Emulated: link between the devices of a replica, in Gbit/s; none: tensor-parallel traffic takes no time."""
-    network_gbps: float | None = Field(default=None, gt=0)
-    """Emulated: link between replicas, in Gbit/s, for gradients and moving state; none: it takes no time."""
-    memory_gb: float | None = Field(default=None, gt=0)
-    """Memory of one device in GB that a plan must fit in; none: the free memory that the device reports."""
-
-
 class TrainConfig(Section):
     """Everything that `runflat train` can be told."""
 
@@ -265,6 +241,9 @@ class TrainConfig(Section):
     devices: Literal["auto", "emulated"] = "auto"
     """auto: GPUs where there are any, else this machine's CPU; emulated: the CPU, with declared durations."""
     device: DeviceSection = DeviceSection()
+    boost: bool = False
+    """Give the survivors of a loss more power, as far as power.* and device.* allow (needs ntp in on_failure)."""
+    power: PowerSection = PowerSection()
     inject: Path | None = None
     """File of failures to inject (JSON list or lines, the format of events.jsonl)."""
     on_failure: str = "ntp,drop"
@@ -315,6 +294,17 @@ class TrainConfig(Section):
     def _emulated_has_a_rate(self) -> TrainConfig:
         if self.devices == "emulated" and self.device.rate_tflops is None:
             raise ValueError("devices is emulated, but device.rate_tflops is missing; declare how fast a device is")
+        return self
+
+    @model_validator(mode="after")
+    def _power_can_be_steered(self) -> TrainConfig:
+        if self.boost or self.power.save:
+            check_power(self.boost, self.devices == "emulated", self.device, self.power)
+            if Strategy.NTP not in parse_chain(self.on_failure):
+                raise ValueError(
+                    f"on_failure is {self.on_failure!r}, but power is for replicas that go on at a lower degree; put "
+                    f"ntp into on_failure, or leave boost and power.save out"
+                )
         return self
 
     @model_validator(mode="after")

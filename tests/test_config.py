@@ -83,10 +83,10 @@ def sections() -> dict[str, type[Section]]:
 
 def test_help_shows_the_text_of_each_field(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a field without a text, and help that loses the texts on the way through tyro."""
-    monkeypatch.setenv("COLUMNS", "4000")
+    monkeypatch.setenv("COLUMNS", "90")
     with pytest.raises(SystemExit):
         from_flags("--help")
-    shown = " ".join(capsys.readouterr().out.split())
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
     every: dict[str, type[Section]] = {"": TrainConfig, **sections()}
     for prefix, section in every.items():
         for name, field in section.model_fields.items():

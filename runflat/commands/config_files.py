@@ -12,8 +12,9 @@ from typing import Annotated, Any
 import tyro
 from pydantic import ValidationError
 
-from runflat.config import Section, TrainConfig
+from runflat.config import TrainConfig
 from runflat.errors import ConfigError
+from runflat.power.sections import Section
 
 
 def load_config(path: Path | None) -> TrainConfig:

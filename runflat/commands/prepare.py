@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runflat.config import DeviceSection, TrainConfig
+from runflat.config import TrainConfig
 from runflat.errors import ConfigError
+from runflat.power.sections import DeviceSection
 
 if TYPE_CHECKING:
     from runflat.cluster.events import Event

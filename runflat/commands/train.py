@@ -6,11 +6,13 @@ import json
 import secrets
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tyro
 
+from runflat.commands.boosting import power_setting
 from runflat.commands.config_files import flag_rules, load_config
 from runflat.commands.origin import origin
 from runflat.commands.prepare import Prepared, claimed, prepare, run_folder, tokenizer_of, write_config
@@ -140,6 +142,7 @@ def _controller(prepared: Prepared, view: ProgressView) -> Controller:
     import torch
 
     from runflat.elastic.assemble import assemble, layout_planner
+    from runflat.elastic.boost import Boost
     from runflat.elastic.state import Limits
     from runflat.parallel.optimizer import learning_rate
     from runflat.train.data import sample_hash
@@ -157,6 +160,9 @@ def _controller(prepared: Prepared, view: ProgressView) -> Controller:
         chain=config.on_failure,
         spares=config.spare_devices,
     )
+    power = power_setting(config, planner.devices, prepared.run)
+    if power is not None and power.raises and not power.dry_run:
+        planner = replace(planner, power=power.limits)
 
     def numbered(previous: str, step: int, samples: Iterable[int]) -> str:
         return sample_hash(previous, step, [(number, number) for number in samples])
@@ -176,6 +182,7 @@ def _controller(prepared: Prepared, view: ProgressView) -> Controller:
         checkpoint=prepared.checkpoint,
         dead=config.layout.dead,
         events=prepared.events,
+        boost=Boost(power, planner) if power else None,
         declared_step_s=_declared_step_s(prepared, planner.full_plan()),
         no_goodput=None if config.devices == "emulated" or torch.cuda.is_available() else NO_GOODPUT,
     )

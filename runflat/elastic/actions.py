@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -54,7 +54,14 @@ class Published:
     folder: str
 
 
-Happening = Begin | Heard | Tick | Asked | StopAsked | Published
+@dataclass(frozen=True)
+class Powered:
+    """The replicas that cannot be boosted beyond a speed at present; all others can as far as the planner knows."""
+
+    speeds: Mapping[int, float]
+
+
+Happening = Powered | Begin | Heard | Tick | Asked | StopAsked | Published
 
 
 # What may be done about it.

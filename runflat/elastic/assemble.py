@@ -11,6 +11,7 @@ from typing import Any
 
 from runflat.cluster.events import Event
 from runflat.elastic.books import Books, RunFacts, SampleHash, View
+from runflat.elastic.boost import Boost
 from runflat.elastic.controller import Controller, Setting
 from runflat.elastic.inject import check_events, told_to_return
 from runflat.elastic.journal import plan_path
@@ -64,6 +65,7 @@ def assemble(
     events: Sequence[Event] = (),
     no_goodput: str | None = None,
     declared_step_s: float | None = None,
+    boost: Boost | None = None,
     network: dict[str, Any] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Controller:
@@ -82,6 +84,7 @@ def assemble(
         events: faults to inject.
         no_goodput: why goodput means nothing here, if so.
         declared_step_s: seconds of a step in health, where they are declared.
+        boost: steers power, if anybody does.
         network: passed to the workers with each plan.
         clock: gives seconds.
 
@@ -103,13 +106,24 @@ def assemble(
         scripted=told_to_return(events),
         network=network,
     )
-    facts = RunFacts(
-        run, planner.spec, planner.seq_len, len(planner.placement), sample_hash, learning_rate, planner.step_work
-    )
-    books = Books(facts, start, view)
+    power = boost.record if boost else None
+    books = Books(_facts(run, planner, sample_hash, learning_rate, power), start, view)
     if checkpoint is not None and checkpoint.folder.resolve().is_relative_to(run.resolve()):
         books.catch_up(_plan_of(run, checkpoint.generation))
-    return Controller(Setting(run, state, tuple(events), no_goodput, declared_step_s), books, view, clock)
+    return Controller(Setting(run, state, tuple(events), no_goodput, declared_step_s, boost), books, view, clock)
+
+
+def _facts(
+    run: Path,
+    planner: Planner,
+    sample_hash: SampleHash,
+    learning_rate: Callable[[int], float],
+    power: Callable[[Plan], dict[str, Any]] | None,
+) -> RunFacts:
+    num_places = len(planner.placement)
+    return RunFacts(
+        run, planner.spec, planner.seq_len, num_places, sample_hash, learning_rate, planner.step_work, power
+    )
 
 
 def _plan_of(run: Path, generation: int) -> Plan:

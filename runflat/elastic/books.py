@@ -66,6 +66,8 @@ class RunFacts:
     sample_hash: SampleHash
     learning_rate: Callable[[int], float]
     step_work: Callable[[Plan], float]
+    power: Callable[[Plan], dict[str, Any]] | None = None
+    """What a step's record says of power; None where nobody steers it."""
 
 
 class Books:
@@ -247,6 +249,8 @@ class Books:
             "sample_hash": self.sample_hash,
             "replicas": replicas,
         }
+        if self.facts.power is not None:
+            record["power"] = self.facts.power(plan)
         if any(report.billed_s for report in reports.values()):
             record |= {
                 name: max(getattr(report, name) for report in reports.values()) for name in ("billed_s", "late_s")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 from runflat.cluster.events import Event, EventKind, event_from_json
 from runflat.elastic.actions import (
@@ -22,6 +22,7 @@ from runflat.elastic.actions import (
     Heard,
     Kill,
     Planned,
+    Powered,
     Published,
     Reply,
     Say,
@@ -32,15 +33,17 @@ from runflat.elastic.actions import (
     Took,
 )
 from runflat.elastic.books import Books, View
+from runflat.elastic.boost import Boost, Effects
 from runflat.elastic.inject import START_PHASES, Script, check_events
 from runflat.elastic.journal import Journal, change_line, change_to_json, closed_line, incident_to_json, ledger_table
 from runflat.elastic.messages import Commit, Message, Shard, StepReport, Struck
 from runflat.elastic.meter import Meter
-from runflat.elastic.orders import Inject, Order
+from runflat.elastic.orders import Inject
 from runflat.elastic.protocol import decide
 from runflat.elastic.requests import Inbox, Request
 from runflat.elastic.state import Stage, Standing, State
 from runflat.elastic.watch import waits
+from runflat.elastic.workers import Workers
 from runflat.errors import ConfigError, RunError, TraceError, UserError
 
 TICK_S = 0.25
@@ -56,37 +59,6 @@ GRACE_S = 2.0
 BY_SCRIPT = "script"
 
 
-class Workers(Protocol):
-    """A launcher: starts, reaches and ends the processes of the devices."""
-
-    def start(self, device: str, incarnation: int) -> None:
-        """Start a process for a device."""
-
-    def send(self, device: str, order: Order) -> None:
-        """Give an order to a device's present process."""
-
-    def messages(self, timeout_s: float) -> Iterator[tuple[str, int, Message]]:
-        """(device, incarnation, message) of all that arrives within `timeout_s`."""
-
-    def kill(self, device: str) -> None:
-        """SIGKILL, if the launcher can."""
-
-    def signal(self, device: str, number: signal.Signals) -> None:
-        """Any other signal."""
-
-    def pid(self, device: str) -> int | None:
-        """Process id on this machine, if it has one."""
-
-    def inject(self, event: Mapping[str, Any]) -> None:
-        """Have processes that are started from now on suffer a fault, until it has struck."""
-
-    def forget(self, event: Mapping[str, Any]) -> None:
-        """An injected event has struck."""
-
-    def close(self, grace_s: float = 0.0) -> None:
-        """End all processes."""
-
-
 @dataclass(frozen=True)
 class Setting:
     """What the controller needs besides the books: the first state, the script, why goodput is not given (if so).
@@ -99,6 +71,7 @@ class Setting:
     events: tuple[Event, ...] = ()
     no_goodput: str | None = None
     declared_step_s: float | None = None
+    boost: Boost | None = None
 
 
 class Controller:
@@ -154,6 +127,8 @@ class Controller:
         finally:
             signal.signal(signal.SIGINT, previous)
             workers.close(grace_s)
+            if self.setting.boost is not None:
+                self.setting.boost.close()
             self._wall_s = self.now
             self.meter.advance(self.state, self._wall_s)
             self.journal.devices(self.state, {}, self._wall_s, self._standing(self._wall_s))
@@ -198,6 +173,19 @@ class Controller:
             self.meter.committed(message.step)
         if published is not None:
             self._happen(workers, Published(*published))
+        if self.setting.boost is not None and isinstance(message, StepReport):
+            self._power(workers, self.setting.boost.on_report(self.state, message, self.now))
+
+    def _power(self, workers: Workers, effects: Effects | None) -> None:
+        """Carry out what the boost wants."""
+        if effects is None:
+            return
+        for text in effects.words:
+            self.view.say(text)
+        for device, order in effects.orders:
+            workers.send(device, order)
+        if effects.speeds is not None:
+            self._happen(workers, Powered(effects.speeds))
 
     def _plan_of(self, message: StepReport) -> Sequence[Any]:
         plan = self.books.plans.get(message.generation)
@@ -208,6 +196,8 @@ class Controller:
         before = self.state
         self.meter.advance(before, self.now)
         self.state, actions = decide(before, happening, self.now)
+        if self.setting.boost is not None:
+            self._power(workers, self.setting.boost.before(self.state, actions, self.now))
         for action in actions:
             self.meter.learn(self.state, action)
             self.journal.write(action, self.now)
@@ -250,6 +240,8 @@ class Controller:
         """What is done four times a second, whether anything is heard or not."""
         now = self.now
         self._happen(workers, Tick())
+        if self.setting.boost is not None:
+            self._power(workers, self.setting.boost.look(self.state, now))
         for request, wish in self._inbox.take():
             if wish.action == "inject":
                 self._inject(workers, request, wish)
@@ -343,6 +335,7 @@ class Controller:
             "goodput_reason": reason,
             "healthy_step_s": self.healthy_step_s()[0],
             "device_s": self.meter.ledger.to_json(),
+            "power": self.setting.boost.summary() if self.setting.boost else None,
         }
 
     def goodput(self) -> tuple[float | None, str | None]:

@@ -1,4 +1,4 @@
-"""A launcher whose processes only talk, under a clock of its own: what `controller.Workers` asks for, in no time."""
+"""A launcher whose processes only talk, under a clock of its own: what `workers.Workers` asks for, in no time."""
 
 from __future__ import annotations
 

@@ -79,11 +79,11 @@ def _open(turn: Turn, growth: Growth) -> None:
 
 
 def _consider_shares(turn: Turn) -> None:
-    """Share the batch anew, if a replica has become slow, or is so no more."""
+    """Share the batch anew, if a replica has become slow, or is so no more, or power can do less or more for it."""
     state = turn.state
-    if state.plan is None or state.slow == state.shared_for:
+    if state.plan is None or (state.slow == state.shared_for and not state.shares_due):
         return
-    turn.set(shared_for=state.slow)
+    turn.set(shared_for=state.slow, shares_due=False)
     decision = state.planner.decide(state.live(), state.decision, state.too_low, state.slow)
     shares = tuple((replica.replica, replica.num_sequences) for replica in state.plan.replicas)
     if decision.shares == shares or [r for r, _ in decision.shares] != [r for r, _ in shares]:

@@ -168,6 +168,8 @@ class StepReport(_Said):
     compute_s: float
     sync_s: float
     step_s: float
+    own_s: float = 0.0
+    """Emulated: declared seconds of this replica's slowest device up to the gradient sync."""
     billed_s: float = 0.0
     """Emulated: declared seconds of the step."""
     late_s: float = 0.0

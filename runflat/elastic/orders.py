@@ -158,6 +158,14 @@ class Inject(Wire):
     event: dict[str, Any]
 
 
+class Power(Wire):
+    """Emulated devices: the power limit in force from now on, and how many times as fast it is as the nominal one."""
+
+    type: Literal["power"] = "power"
+    limit_w: float
+    speed: float = Field(gt=0)
+
+
 class Stop(Wire):
     """End after the step in flight, save, send `done`, and wait for `exit`."""
 
@@ -170,7 +178,7 @@ class Exit(Wire):
     type: Literal["exit"] = "exit"
 
 
-Order = Abort | PlanOrder | Go | Prepare | Unprepare | Switch | Feed | Unfeed | Receive | Inject | Stop | Exit
+Order = Power | Abort | PlanOrder | Go | Prepare | Unprepare | Switch | Feed | Unfeed | Receive | Inject | Stop | Exit
 
 
 _ORDERS: TypeAdapter[Order] = TypeAdapter(Annotated[Order, Field(discriminator="type")])

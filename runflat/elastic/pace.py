@@ -26,7 +26,7 @@ def on_step(turn: Turn, report: StepReport) -> None:
     if plan is None or report.generation != plan.generation or not report.num_samples:
         return
     replica = plan.replica(report.replica)
-    work = report.num_samples * state.planner.work(report.replica, replica.dead_slots)
+    work = report.num_samples * state.planner.seconds(report.replica, replica.dead_slots)
     recent = (*state.paces.get(report.replica, ()), report.compute_s / work)[-state.limits.slow_steps :]
     turn.set(paces={**state.paces, report.replica: recent})
     if report.replica == plan.replicas[-1].replica:

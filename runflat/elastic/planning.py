@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from runflat.cluster.health import Health
@@ -16,6 +16,7 @@ from runflat.plan.plan import Place, Plan, ReplicaPlan
 from runflat.plan.planner import build_plan
 from runflat.plan.strategies import Chain, Decision, JobFacts, Strategy, decide
 from runflat.plan.units import REPLICATED, ModelSpec, unit_bytes
+from runflat.power.reach import PowerLimits, Reach
 
 Units = Mapping[str, frozenset[int]]
 """Units per kind."""
@@ -44,6 +45,10 @@ class Planner:
     spares: tuple[str, ...] = ()
     memory_copies: bool = True
     """Whether workers keep copies in memory."""
+    power: PowerLimits | None = None
+    """What survivors of a loss may get more power from; None without a boost."""
+    speeds: Mapping[int, float] = field(default_factory=dict)
+    """Replicas that cannot be boosted beyond this speed at present, whatever `power` says."""
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -76,19 +81,42 @@ class Planner:
             health,
             self.chain,
             placement=dict(self.placement),
-            seconds=lambda replica, dead: self.work(replica, dead) * slow.get(replica, 1.0),
+            seconds=lambda replica, dead: self.seconds(replica, dead) * slow.get(replica, 1.0),
             fits_memory=lambda degree: degree > too_low,
             has_holders=lambda replica, dead: has_holders,
             previous=previous,
         )
 
+    def seconds(self, replica: int, dead: tuple[int, ...]) -> float:
+        """Time of one sequence in units of work at nominal power: replicas share the batch by it."""
+        work = self.work(replica, dead)
+        found = self.boosted(replica, dead)
+        if found is None:
+            return work
+        full = self.work(replica, ())
+        most = self.speeds.get(replica)
+        return full / found.pace if most is None else max(full / found.pace, work / most)
+
+    def boosted(self, replica: int, dead: tuple[int, ...]) -> Reach | None:
+        """What more power makes of a replica with these dead slots; None without power, and for a whole replica."""
+        if self.power is None or not dead:
+            return None
+        full = self.work(replica, ())
+        needs = [(load / full, 1) for load in self.device_work(replica, dead)]
+        return self.power.reach(needs, num_dead=len(dead))
+
     def work(self, replica: int, dead: tuple[int, ...]) -> float:
-        """FLOPs of one sequence on the most loaded device: replicas share the batch by it."""
+        """FLOPs of one sequence on the most loaded device."""
+        return float(max(self.device_work(replica, dead)))
+
+    def device_work(self, replica: int, dead: tuple[int, ...]) -> tuple[int, ...]:
+        """FLOPs of one sequence on each survivor, by slot."""
         tp = self.job.tp_full
         slots = tuple(None if slot in dead else "" for slot in range(tp))
         kinds = self.spec.assigned_kinds
         dealt = tuple((kind.name, assign(kind.num_units, tp, dead)) for kind in kinds)
-        return float(max(loads(self.spec, ReplicaPlan(replica, slots, dealt, 0), self.seq_len).values()))
+        found = loads(self.spec, ReplicaPlan(replica, slots, dealt, 0), self.seq_len)
+        return tuple(found[slot] for slot in sorted(found))
 
     def full_plan(self) -> Plan:
         """The plan in health."""
@@ -96,8 +124,8 @@ class Planner:
         return build_plan(self.spec, dict(self.placement), job.tp_full, job.num_sequences, self.seq_len)
 
     def step_work(self, plan: Plan) -> float:
-        """FLOPs of a step on the most loaded device of `plan`."""
-        return float(max(max(loads(self.spec, r, self.seq_len).values()) * r.num_sequences for r in plan.replicas))
+        """Time of a step under `plan` in units of work at nominal power: FLOPs on the most loaded device."""
+        return max(self.seconds(r.replica, r.dead_slots) * r.num_sequences for r in plan.replicas)
 
     def plan(self, decision: Decision, generation: int, previous: Plan | None) -> Plan:
         """The plan that carries out `decision`, moving little from `previous`."""

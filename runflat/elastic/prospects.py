@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 from runflat.elastic.formation import Formation
 from runflat.elastic.joining import Feeds, Newcomer
-from runflat.elastic.orders import Feed, Prepare, Receive, Unfeed, Unprepare
+from runflat.elastic.orders import Feed, Power, Prepare, Receive, Unfeed, Unprepare
 from runflat.parallel.comms import AbortedError, CommsError
 from runflat.plan.plan import Plan, plan_from_json
 from runflat.train.engine import Engine
 
-ORDERS = (Prepare, Unprepare, Receive, Feed, Unfeed)
-"""Orders that act on side threads while the main thread trains on."""
+ORDERS = (Prepare, Unprepare, Receive, Feed, Unfeed, Power)
+"""Orders that act on side threads while the main thread trains on, or between two steps."""
 
 
 class Prospects:
@@ -37,7 +37,7 @@ class Prospects:
         self._say = say
         self._exempt = exempt
 
-    def obey(self, order: Prepare | Unprepare | Receive | Feed | Unfeed) -> None:
+    def obey(self, order: Prepare | Unprepare | Receive | Feed | Unfeed | Power) -> None:
         """Carry out one of `ORDERS`; on the main thread, between steps."""
         if isinstance(order, Prepare):
             self._prepare(order)
@@ -49,6 +49,8 @@ class Prospects:
             self.newcomer = Newcomer(self._engine, self._device_id, order, self._say, self._exempt)
         elif isinstance(order, Feed):
             self.feeds.start(order)
+        elif isinstance(order, Power):
+            self._engine.run_at(order.speed)
         else:
             self.feeds.stop(order.target)
 

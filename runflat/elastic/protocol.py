@@ -18,7 +18,19 @@ from dataclasses import replace
 from typing import Any
 
 from runflat.elastic import growth, losses, messages, pace, recovery, watch
-from runflat.elastic.actions import Action, Asked, Begin, Happening, Heard, Published, Start, StopAsked, Tick, Turn
+from runflat.elastic.actions import (
+    Action,
+    Asked,
+    Begin,
+    Happening,
+    Heard,
+    Powered,
+    Published,
+    Start,
+    StopAsked,
+    Tick,
+    Turn,
+)
 from runflat.elastic.orders import Exit
 from runflat.elastic.planning import Planner
 from runflat.elastic.state import PRESENT, Device, GrowthStage, Limits, Stage, Standing, State
@@ -87,6 +99,8 @@ def decide(state: State, happening: Happening, now: float) -> tuple[State, tuple
         losses.on_asked(turn, happening)
     elif isinstance(happening, StopAsked):
         _on_stop(turn)
+    elif isinstance(happening, Powered):
+        turn.set(planner=replace(state.planner, speeds=happening.speeds), shares_due=True)
     elif isinstance(happening, Published):
         turn.set(checkpoint=(happening.step, happening.folder))
     growth.consider(turn)

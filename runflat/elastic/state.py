@@ -305,6 +305,8 @@ class State:
     """Per slow replica the device that makes it so."""
     shared_for: Mapping[int, float] = field(default_factory=dict)
     """The `slow` for which the batch was last shared."""
+    shares_due: bool = False
+    """Whether the batch is to be shared anew: what power can do for a replica has changed."""
     growth: Growth | None = None
     leaving: frozenset[str] = frozenset()
     """Devices that the next plan leaves out because they were asked to leave."""

@@ -124,7 +124,8 @@ class Step:
             result = replace(result, compute_s=computed - self._started, sync_s=synced - computed)
             fields = dict(vars(result))
             if engine.pace is not None:
-                fields |= {"billed_s": engine.pace.billed_s, "late_s": engine.pace.late_s}
+                pace = engine.pace
+                fields |= {"own_s": pace.own_s, "billed_s": pace.billed_s, "late_s": pace.late_s}
             host.say(
                 "step",
                 generation=self._generation,

@@ -100,6 +100,9 @@ def _settle(rules: Rules, held: Held | None, device: DeviceView, reading: Sample
             return replace(held, misses=held.misses + 1), None
         back = replace(held, limit_w=reading.requested_w, booked_w=most_w, confirmed=True, own_w=(), misses=0)
         return back, f"{held.limit_w:g} W were asked for, but {reading.requested_w:g} W are read back"
+    if math.isclose(reading.requested_w, device.nominal_w, abs_tol=rules.tolerance_w):  # an ended lease, a host's habit
+        back = replace(held, limit_w=reading.requested_w, booked_w=most_w, confirmed=True, own_w=(), misses=0)
+        return back, "somebody set its limit back to nominal"
     taken = replace(held, limit_w=reading.requested_w, booked_w=most_w, confirmed=True, own_w=(), foreign=True)
     return taken, f"somebody else set its limit to {reading.requested_w:g} W; it is left alone from now on"
 

@@ -33,6 +33,8 @@ class Trim:
 
     gain: float = 1.0
     ratios: tuple[float, ...] = ()
+    settled: bool = False
+    """Whether it was said that the replica keeps pace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +221,7 @@ class _Turn:
         if raised and found is None:
             self.trims.pop(replica, None)
             self.said.pop(replica, None)
+            self.words.append(f"replica {replica}: power back to nominal")
             if not self.blocked(replica):
                 self.block(replica, HELD_OFF)  # nobody is raised, dropped and raised again in a row
 
@@ -242,6 +245,10 @@ class _Turn:
         if not self.settled(replica, found):
             self.trims[replica] = replace(trim, ratios=())
             return ratio > 1 + FINE
+        if not trim.settled and abs(ratio - 1) <= self.rules.dead_band:
+            trim = replace(trim, settled=True)
+            top_w = max(self.held[d.name].limit_w for d in self.members[replica])
+            self.words.append(f"replica {replica}: keeps pace at {top_w:.0f} W")
         ratios = (*trim.ratios, ratio)[-self.rules.trim_steps :]
         if len(ratios) == self.rules.trim_steps:
             middle, ratios = statistics.median(ratios), ()

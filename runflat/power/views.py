@@ -9,6 +9,9 @@ from typing import Literal
 
 from runflat.power.curve import PowerCurve
 
+IDLE_POWER = 0.25
+"""Draw of a device that waits or is unused, as a share of its nominal limit (the share of a working one is 1)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:

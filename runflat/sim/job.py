@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 
 from runflat.cluster.ledger import Category, Ledger
 from runflat.plan.strategies import Strategy
+from runflat.power.views import IDLE_POWER
 from runflat.sim.arrange import Arrangement
 from runflat.sim.placement import Placement
-from runflat.sim.rates import IDLE_POWER, Rates, RateSource
+from runflat.sim.rates import Rates, RateSource
 
 Phases = tuple[tuple[Category, float], ...]
 """Seconds of each phase of a recovery, in order."""

@@ -12,10 +12,8 @@ from typing import Protocol
 
 from runflat.plan.batch import BatchRule
 from runflat.power.reach import PowerLimits
+from runflat.power.views import IDLE_POWER
 from runflat.sim.times import Line, Times
-
-IDLE_POWER = 0.25
-"""Draw of a device that waits or is unused, as a share of its nominal limit (the share of a working one is 1)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,8 @@ def step_seconds(
 class Pace:
     """The virtual clock of one device.
 
-    `billed_s` and `late_s` are of the last step: its declared seconds, and those by which real time fell behind.
+    Of the last step are `billed_s`, its declared seconds, `own_s`, those of the slowest device of this replica, and
+    `late_s`, by which real time fell behind.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Pace:
         self.step_s = 0.0
         self.late_s = 0.0
         self.billed_s = 0.0
+        self.own_s = 0.0
 
     def rebase(self, step_s: float) -> None:
         """A plan begins, in which a step of this device takes `step_s`: the time until now was real, not billed.
@@ -110,6 +112,7 @@ class Pace:
         latest = torch.tensor([self._own_end_s], dtype=torch.float64)
         comms.world.all_reduce(latest, "max")
         end_s = float(latest)
+        self.own_s = self._own_end_s - self._virtual_s
         self.billed_s = end_s - self._virtual_s
         self._virtual_s = end_s
         # Work after the bill (exchange, update) is absorbed by the next step's sleep; what is left then is lateness.

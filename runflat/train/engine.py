@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,7 @@ class Engine:
         self._entered = False
         self.pace = Pace(sleep=self._rest) if job.emulated else None
         self._slow = (1.0, 0.0)
+        self._speed = 1.0
         self._begun = time.monotonic()
 
     @property
@@ -213,7 +214,16 @@ class Engine:
     def _declared_step_s(self, plan: Plan, place: Place) -> float:
         assert self.job.emulated is not None
         layout, micro_batch = self.layout(plan), self.job.train.micro_batch
-        return step_seconds(self.job.emulated, self.spec, plan, layout, place, self.job.seq_len, micro_batch)
+        model = replace(self.job.emulated, speed=self.job.emulated.speed * self._speed)
+        return step_seconds(model, self.spec, plan, layout, place, self.job.seq_len, micro_batch)
+
+    def run_at(self, speed: float) -> None:
+        """From the next step on an emulated device is `speed` times as fast as in health: its power limit changed."""
+        self._speed = speed
+        if self.pace is not None and self._entered:
+            assert self.plan is not None
+            assert self.place is not None
+            self.pace.step_s = self._declared_step_s(self.plan, self.place)
 
     def slow_down(self, factor: float, duration_s: float) -> None:
         """From now on, for `duration_s`, computation takes `factor` times as long."""
