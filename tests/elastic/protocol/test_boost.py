@@ -16,6 +16,7 @@ from runflat.elastic.orders import Order, Power
 from runflat.elastic.planning import Planner
 from runflat.elastic.requests import post
 from runflat.elastic.state import Limits
+from runflat.plan.plan import ReplicaPlan
 from runflat.plan.strategies import JobFacts, Strategy
 from runflat.plan.units import Kind, ModelSpec, ParamSpec, Segment
 from runflat.power.client import LocalAgent
@@ -66,17 +67,12 @@ class Powered(FakeLauncher):
         self.speed.pop(device, None)
         super().start(device, incarnation)
 
-    def compute_time_s(self, device: str, num_sequences: int) -> float:
+    def compute_time_s(self, replica: ReplicaPlan, device: str | None = None) -> float:
         """The replica's slowest device: all of it meets at each layer."""
-        plan = self.workers[device].plan
-        assert plan is not None
-        place = plan.place(device)
-        assert place is not None
-        replica = plan.replica(place[0])
         work = self.planner.device_work(replica.replica, replica.dead_slots)
         full = self.planner.work(replica.replica, ())
         own = [w / full / self.speed.get(str(d), 1.0) for w, d in zip(work, filter(None, replica.devices), strict=True)]
-        return STEP_S / self.planner.job.even_share * num_sequences * max(own)
+        return STEP_S / self.planner.job.even_share * replica.num_sequences * max(own)
 
 
 class Quiet:
