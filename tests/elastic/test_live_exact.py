@@ -76,13 +76,14 @@ BUSY = 0.9
 def check_rate(watch: Watch, generation: int, wanted: float) -> None:
     """The rate under a generation is at least `wanted` of the healthy one as declared, and nearly so on the wall.
 
-    The emulated clock may run behind by up to a step without being late, so that a few steps on a busy machine do not
-    show 3 %; `benchmarks/throughput` judges wall time closely.
+    The emulated clock may run behind by up to a step without being late: that step is allowed for, and over a few steps
+    on a busy machine 3 % do not show. `benchmarks/throughput` judges wall time closely.
     """
     healthy, hurt = ([row for row in watch.steps() if row["generation"] == number] for number in (0, generation))
     assert _mean_s(healthy, "billed_s") / _mean_s(hurt, "billed_s") >= wanted
     if watch.summary()["emulated"]["valid"]:
-        assert _commit_s(healthy) / _commit_s(hurt) >= BUSY * wanted
+        behind_s = _mean_s(hurt, "billed_s") / (len(hurt) - 1)
+        assert _commit_s(healthy) / (_commit_s(hurt) - behind_s) >= BUSY * wanted
 
 
 def _mean_s(rows: list[dict[str, Any]], column: str) -> float:
