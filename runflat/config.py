@@ -250,6 +250,10 @@ class TrainConfig(Section):
     """What to do when devices are lost, tried in this order, separated by commas."""
     spares: int = Field(default=0, ge=0)
     """Further devices, s0 and so on, that wait for the slot of one that is lost."""
+    rule: Literal["constant", "capped", "flexible"] = "constant"
+    """What becomes of the batch: constant, capped (training pauses where the caps do not reach it) or flexible."""
+    cap: int | None = Field(default=None, ge=1)
+    """Rule capped: most sequences of a full replica; none: its even share."""
     drain_slow: bool = False
     """Have a device leave that makes its replica slow; else the replica gets fewer sequences."""
     run: Path | None = None
@@ -272,6 +276,20 @@ class TrainConfig(Section):
             raise ValueError(
                 f"spares is {self.spares}, but on_failure is {self.on_failure!r}, which never uses a spare; write "
                 f"spare,{self.on_failure}, or leave spares out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _cap_reaches_the_batch(self) -> TrainConfig:
+        if self.cap is not None and self.rule != "capped":
+            raise ValueError(
+                f"cap is {self.cap}, but rule is {self.rule}, which has no cap; set rule to capped, or leave cap out"
+            )
+        if self.cap is not None and self.cap * self.layout.replicas < self.train.global_batch:
+            raise ValueError(
+                f"cap is {self.cap}, so that {self.layout.replicas} replicas do at most "
+                f"{self.cap * self.layout.replicas} sequences, but train.global_batch is {self.train.global_batch}: "
+                f"training would always pause; raise cap or leave it out"
             )
         return self
 

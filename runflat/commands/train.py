@@ -20,6 +20,7 @@ from runflat.commands.progress import ProgressView
 from runflat.commands.watching import FLAGS, Watching, split, watched
 from runflat.config import TrainConfig
 from runflat.errors import CheckpointError, RunError
+from runflat.plan.batch import BatchRule
 
 if TYPE_CHECKING:
     from runflat.elastic.controller import Controller
@@ -159,6 +160,8 @@ def _controller(prepared: Prepared, view: ProgressView) -> Controller:
         element_bytes=DTYPES[config.train.dtype].itemsize,
         chain=config.on_failure,
         spares=config.spare_devices,
+        rule=BatchRule(config.rule),
+        cap=config.cap,
     )
     power = power_setting(config, planner.devices, prepared.run)
     if power is not None and power.raises and not power.dry_run:

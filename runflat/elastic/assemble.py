@@ -18,6 +18,7 @@ from runflat.elastic.journal import plan_path
 from runflat.elastic.planning import Planner
 from runflat.elastic.protocol import first_state
 from runflat.elastic.state import Limits
+from runflat.plan.batch import BatchRule
 from runflat.plan.plan import Plan, plan_from_json
 from runflat.plan.strategies import Chain, JobFacts, parse_chain
 from runflat.plan.units import ModelSpec
@@ -37,12 +38,14 @@ def layout_planner(
     element_bytes: int,
     chain: Chain | str = "ntp,drop",
     spares: Sequence[str] = (),
+    rule: BatchRule = BatchRule.CONSTANT,
+    cap: int | None = None,
 ) -> Planner:
     """The planner of a job of `replicas` times `tp` devices and `num_sequences` sequences a step."""
     placement = tuple(((r, slot), f"{r}:{slot}") for r in range(replicas) for slot in range(tp))
     return Planner(
         spec=spec,
-        job=JobFacts(num_replicas=replicas, tp_full=tp, num_sequences=num_sequences),
+        job=JobFacts(num_replicas=replicas, tp_full=tp, num_sequences=num_sequences, rule=rule, cap=cap),
         placement=placement,
         seq_len=seq_len,
         bytes_per_element=STATE_TENSORS * element_bytes,

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 
 from runflat.elastic import heal
-from runflat.elastic.state import Standing, State
+from runflat.elastic.actions import Turn
+from runflat.elastic.state import SAME_MEMBERS, Stage, Standing, State
+from runflat.plan.batch import BatchRule
 from runflat.plan.plan import Plan
-from runflat.plan.strategies import Decision, Strategy
+from runflat.plan.strategies import Decision, Strategy, handled_by
+
+WEIGHTS = {Strategy.SPARE.value: 1, Strategy.NTP.value: 2, Strategy.DROP.value: 3, Strategy.RESTART.value: 4}
+"""Of two links that an incident took, the heavier names it."""
 
 
 def choose(state: State) -> Decision:
     """The decision after everybody has left the old generation and said what it holds."""
     chain, fit = state.planner.chain, set(state.live()) - state.leaving
-    if Strategy.SPARE in chain:
+    if Strategy.SPARE in chain or state.stage is Stage.PAUSE:
         fit |= set(state.standby())
+    if state.stop_asked:  # no further step is done, so that no rule can pause it
+        job = replace(state.planner.job, rule=BatchRule.CONSTANT)
+        state = replace(state, planner=replace(state.planner, job=job))
     decision = _decide(state, fit)
     if Strategy.RESTART in chain and (decision.stop or decision.strategy is Strategy.RESTART):
         return _decide(state, fit | _waiting(state))  # who waits for a restart is in the next one
@@ -63,3 +72,17 @@ def joiners(state: State, decision: Decision) -> tuple[str, ...]:
     """Devices that stand by and get a place by `decision`."""
     standby = state.standing(Standing.STANDBY)
     return tuple(device for _, device in decision.devices if device in standby)
+
+
+def note(turn: Turn, decision: Decision, action: str) -> None:
+    """`decision` is being carried out: its incident says by which link, and why by none before it."""
+    before, opened = turn.state.decision, turn.state.disturbance
+    turn.set(decision=decision)
+    for word in decision.words:
+        turn.say(word)
+    if opened is not None:
+        link = handled_by(before, decision) if before else decision.strategy
+        links = [opened.strategy, link.value if link else SAME_MEMBERS]
+        strategy = max(links, key=lambda name: WEIGHTS.get(name, 0))
+        words = tuple(dict.fromkeys((*opened.words, *decision.words)))
+        turn.set(disturbance=replace(opened, words=words, strategy=strategy, action=action))

@@ -85,6 +85,7 @@ class FakeWorker:
     prepared: Plan | None = None
     switch: orders.Switch | None = None
     stop_asked: bool = False
+    stop_at: int | None = None
     idle: bool = True
     phase: str = "import"
     waits_for: str | None = None
@@ -202,6 +203,7 @@ class FakeWorker:
 
     def _take(self, order: orders.PlanOrder) -> None:
         before, self.plan, resume = self.plan, plan_from_json(order.plan), order.resume
+        self.stop_at = resume.committed if resume.stop else None
         if not self.at("barrier"):
             return
         if self.world.answers_with(self, "lowmem", "barrier"):
@@ -255,8 +257,8 @@ class FakeWorker:
 
     def _step(self, group: Group) -> None:
         world, generation = self.world, group.plan.generation
-        if self.committed >= world.num_steps:
-            self._end(group, stopped=False)
+        if self.committed in (world.num_steps, self.stop_at):
+            self._end(group, stopped=self.committed < world.num_steps)
         elif self.at("forward"):
             place = group.plan.place(self.name)
             assert place is not None

@@ -55,6 +55,8 @@ def _change_to(state: State, fit: Collection[str], now: float) -> tuple[str | No
     decision = state.planner.decide(fit, state.decision, state.too_low, state.slow)
     if decision.stop:
         return "without it no device is left that can work", None
+    if decision.paused:
+        return "without it the replicas' caps do not add up to the batch, and training would pause", None
     generation = state.generation + 1
     plan = state.planner.plan(decision, generation, state.plan)
     moves = state.planner.moves(_holdings(state), plan)
@@ -86,7 +88,7 @@ def _consider_shares(turn: Turn) -> None:
     turn.set(shared_for=state.slow, shares_due=False)
     decision = state.planner.decide(state.live(), state.decision, state.too_low, state.slow)
     shares = tuple((replica.replica, replica.num_sequences) for replica in state.plan.replicas)
-    if decision.shares == shares or [r for r, _ in decision.shares] != [r for r, _ in shares]:
+    if decision.paused or decision.shares == shares or [r for r, _ in decision.shares] != [r for r, _ in shares]:
         return
     generation = state.generation + 1
     plan = state.planner.plan(decision, generation, state.plan)

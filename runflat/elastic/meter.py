@@ -41,6 +41,8 @@ class Meter:
             return Category.FAILED
         if device.standing in (Standing.STANDBY, Standing.PARKED):
             return Category.IDLE
+        if state.stage is Stage.PAUSE and device.standing in LIVE:
+            return Category.PAUSE
         if not self._ran and not (device.healthy and device.standing is Standing.STARTING):
             return Category.START
         if self._loads(state) and (device.awaited or device.standing in LIVE):

@@ -59,6 +59,8 @@ class Resume(Wire):
     checkpoint: str | None = None
     transfers: tuple[Move, ...] = ()
     healed: tuple[str, ...] = ()
+    stop: bool = False
+    """The run is to end without a further step: save and be done."""
 
     @property
     def back(self) -> bool:

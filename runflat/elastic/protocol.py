@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from runflat.elastic import growth, losses, messages, pace, recovery, watch
+from runflat.elastic import growth, losses, messages, pace, pausing, recovery, watch
 from runflat.elastic.actions import (
     Action,
     Asked,
@@ -103,6 +103,9 @@ def decide(state: State, happening: Happening, now: float) -> tuple[State, tuple
         turn.set(planner=replace(state.planner, speeds=happening.speeds), shares_due=True)
     elif isinstance(happening, Published):
         turn.set(checkpoint=(happening.step, happening.folder))
+    if pausing.is_over(turn):
+        turn.lap("pause")
+        recovery.replan(turn)
     growth.consider(turn)
     losses.wake(turn)
     if turn.state.stage is Stage.FINISHED:
@@ -199,5 +202,8 @@ def _on_stop(turn: Turn) -> None:
     change = turn.state.growth
     if change is not None and change.stage is not GrowthStage.SWITCH:
         growth.cancel(turn, "the run is ending")
-    if turn.state.stage is Stage.RUN and turn.state.growth is None:  # else when all have gone over
+    if turn.state.stage is Stage.PAUSE:
+        turn.lap("pause")
+        recovery.replan(turn)
+    elif turn.state.stage is Stage.RUN and turn.state.growth is None:  # else when all have gone over
         recovery.send_stop(turn)

@@ -6,23 +6,28 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from runflat.cluster.ledger import Incident
-from runflat.elastic import heal, restart
+from runflat.elastic import heal, pausing, restart
 from runflat.elastic.actions import Closed, Grew, Opened, Planned, Took, Turn
-from runflat.elastic.choice import choose
+from runflat.elastic.choice import choose, note
 from runflat.elastic.messages import Commit, Formed, LowMem, Ready, Running, Status
 from runflat.elastic.orders import Abort, Exit, Go, PlanOrder, Resume, Stop
-from runflat.elastic.state import SAME_MEMBERS, Disturbance, GrowthStage, Stage, Standing, State
+from runflat.elastic.state import Disturbance, GrowthStage, Stage, Standing, State
 from runflat.errors import PlanError
+from runflat.plan.batch import BatchRule
 from runflat.plan.plan import Plan
-from runflat.plan.strategies import Decision, Strategy, handled_by
+from runflat.plan.strategies import Strategy
 
 KEPT_PLANS = 32
 """How many generations back a copy in memory may be."""
-WEIGHTS = {Strategy.SPARE.value: 1, Strategy.NTP.value: 2, Strategy.DROP.value: 3, Strategy.RESTART.value: 4}
-"""Of two links that an incident took, the heavier names it."""
 KEPT_COMPARED = 1024
 """How many steps with a good digest are remembered."""
-_PHASE_OF_STAGE = {Stage.START: "restart", Stage.ABORT: "abort", Stage.READY: "barrier", Stage.FORM: "transfer"}
+_PHASE_OF_STAGE = {
+    Stage.START: "restart",
+    Stage.ABORT: "abort",
+    Stage.READY: "barrier",
+    Stage.FORM: "transfer",
+    Stage.PAUSE: "pause",
+}
 
 
 def fail(turn: Turn, devices: tuple[str, ...], cause: str, started: float) -> None:
@@ -116,6 +121,10 @@ def replan(turn: Turn) -> None:
         reasons = f" ({'; '.join(decision.words)})" if decision.words else ""
         turn.finish(f"no device is left that can work{reasons}. {_way_on(state)}")
         return
+    if decision.paused:
+        pausing.enter(turn, decision)
+        note(turn, decision, "discard")
+        return
     try:
         plan = state.planner.plan(decision, state.generation, state.plan)
     except PlanError as error:
@@ -126,26 +135,14 @@ def replan(turn: Turn) -> None:
     if resume is None:
         turn.finish(f"{reason}. {_way_on(state)}")
         return
+    if state.stop_asked and state.planner.job.rule is BatchRule.CAPPED:
+        resume = resume.model_copy(update={"stop": True})  # a last step might be below the target
     if restart.begin(turn, decision, anew=restarts and resume.action != "memory"):
         return
     _adopt(turn, plan, resume, reason)
-    _note_decision(turn, decision, "heal" if resume.healed else resume.action)
+    note(turn, decision, "heal" if resume.healed else resume.action)
     if turn.state.distrust is not None:
         turn.say(reason)
-
-
-def _note_decision(turn: Turn, decision: Decision, action: str) -> None:
-    """`decision` is being carried out: its incident says by which link, and why by none before it."""
-    before, opened = turn.state.decision, turn.state.disturbance
-    turn.set(decision=decision)
-    for word in decision.words:
-        turn.say(word)
-    if opened is not None:
-        link = handled_by(before, decision) if before else decision.strategy
-        links = [opened.strategy, link.value if link else SAME_MEMBERS]
-        strategy = max(links, key=lambda name: WEIGHTS.get(name, 0))
-        words = tuple(dict.fromkeys((*opened.words, *decision.words)))
-        turn.set(disturbance=replace(opened, words=words, strategy=strategy, action=action))
 
 
 def _adopt(turn: Turn, plan: Plan, resume: Resume, reason: str) -> None:

@@ -217,7 +217,7 @@ class Session:
             return
         if self.plan is None:
             self._mark = time.monotonic()  # no generation was left for it
-        self.plan, self.resume = plan, resume
+        self.plan, self.resume, self.stop_at = plan, resume, resume.committed if resume.stop else self.stop_at
         self.presence.generation = plan.generation
         self.healed = self.device_id in resume.healed
         if resume.back or self.healed:

@@ -26,6 +26,8 @@ class Stage(StrEnum):
     """The next plan is out; waits until all have adopted it."""
     FORM = "form"
     """Groups form, units move; waits until all run."""
+    PAUSE = "pause"
+    """Capped batch rule, and below the target: waits for a device."""
     RUN = "run"
     """Training."""
     FINISHED = "finished"

@@ -125,6 +125,8 @@ def _of_job(state: State) -> Iterable[Deadline]:
 
 def owed(state: State) -> tuple[str, ...]:
     """Devices whose word the stage waits for."""
+    if state.stage is Stage.PAUSE:
+        return ()  # whoever comes back
     if state.stage is Stage.START:
         return tuple(device.name for device in initial(state) if not device.hello)
     if state.stage is Stage.ABORT:
@@ -370,6 +372,8 @@ def _rank(name: str) -> tuple[int, ...]:
 
 def waits(state: State, now: float) -> str | None:
     """What has been waited for longer than a second, and whose it is; None while nothing is."""
+    if state.stage is Stage.PAUSE:
+        return f"paused at step {state.committed} until a device is back ({now - state.stage_since:.0f} s)"
     if state.stage is not Stage.RUN:
         names = owed(state)
         what = {Stage.START: "start", Stage.ABORT: "status", Stage.READY: "adopting the plan", Stage.FORM: "running"}

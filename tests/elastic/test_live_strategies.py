@@ -113,3 +113,27 @@ def test_restart(live: Any, whole: Watch, kept: str, action: str, done_again: in
     fresh = int(kept == "checkpoint")
     assert incarnations == {"0:0": fresh, "0:1": fresh, "1:0": 0, "1:1": 0}
     assert ran.summary["device_s"]["restart"] > 0
+
+
+def test_capped(live: Any, whole: Watch) -> None:
+    """Catches steps below the target, and a pause that is not booked, loses a step, or does not end at a return."""
+    ran = live.train("capped", f"{LAYOUT} {EXACT} {PACED} --rule capped", [LOSS, RETURN | {"step": 3}])
+    assert (ran.code, ran.error) == (0, None)
+    check_same(ran.watch, whole)
+    assert {tuple(share.values()) for share in shares(ran.watch)} == {(4, 4)}
+    assert ran.summary["incidents"][0]["phases_s"]["pause"] > 0
+    assert ran.summary["device_s"]["pause"] > 0
+
+
+def test_flexible(live: Any) -> None:
+    """Catches sequences that are left out or used twice where steps differ in size, also after the run is resumed."""
+    arguments = f"{LAYOUT} {EXACT} {PACED} --rule flexible --train.stop-after 6"
+    first = live.train("flexible", arguments, [LOSS])
+    assert (first.code, first.error) == (0, None)
+    assert [sum(share.values()) for share in shares(first.watch)] == [8, 8, 8, 6, 6, 6]
+    second = live.train("flexible", f"--resume {first.watch.run} --on-failure ntp")
+    assert (second.code, second.error) == (0, None)
+    assert [sum(share.values()) for share in shares(second.watch)] == [8, 8, 8, 6, 6, 6, *[8] * 6]
+    end = newest_checkpoint(second.watch.run, pytest.fail).progress
+    assert (second.summary["num_samples"], end.num_samples) == (90, 90)
+    assert second.summary["sample_hash"] == end.sample_hash, "as the controller and as the workers count"
