@@ -114,6 +114,26 @@ def test_dead_slots_are_read_as_numbers() -> None:
         LayoutSection(tp=4, replicas=2, dead=("01:3", "1:3"))
 
 
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"on_failure": "spare,nip"}, "unknown strategy 'nip'"),
+        ({"spares": 2}, "spares is 2, but on_failure is 'ntp,drop', which never uses a spare; write spare,ntp,drop"),
+        ({"on_failure": "restart", "train": {"memory_every": 0}}, "never a checkpoint to start again from"),
+        ({"cap": 4}, "cap is 4, but rule is constant"),
+        ({"rule": "capped", "cap": 4}, "at most 4 sequences, but train.global_batch is 8"),
+        ({"rule": "shrink"}, "rule"),
+    ],
+)
+def test_strategies_that_cannot_work_are_refused(values: dict[str, Any], said: str) -> None:
+    """Catches a chain or a batch rule that is only found out to be useless at the first loss."""
+    with pytest.raises(ValidationError) as info:
+        TrainConfig.model_validate(values)
+    message = str(config_error(info.value, TrainConfig))
+    assert said in message
+    assert "\n" not in message
+
+
 def test_config_error_of_a_section_names_keys_from_the_top() -> None:
     """Catches messages about `steps` that do not say which section it is in."""
     with pytest.raises(ValidationError) as info:
