@@ -285,11 +285,11 @@ class FakeWorker:
     def _commit(self, group: Group, flags: set[str]) -> None:
         place = group.plan.place(self.name)
         assert place is not None
-        generation = group.plan.generation
+        fields = {"generation": group.plan.generation, "step": self.committed}
         if place[1] == group.plan.replica(place[0]).live_slots[0]:
-            self.say(messages.Commit, generation=generation, step=self.committed, scalars=SCALARS)
+            self.say(messages.Commit, **fields, scalars=SCALARS)
         if self.at("update"):
-            self.after(0.002, lambda: self._apply(group, flags), generation)
+            self.after(0.002, lambda: self._apply(group, flags), group.plan.generation)
 
     def _report(self, plan: Plan) -> None:
         """The step report of a replica, from its lowest live slot."""
@@ -318,10 +318,8 @@ class FakeWorker:
         self.committed, self.complete, self.scalars = self.committed + 1, False, SCALARS
         if self.switch is not None and not any(flag.startswith("not ") for flag in flags):
             self._go_over()
-        elif "stop" in flags:
-            self._end(group, stopped=True)
-        else:
-            self._step(group)
+            return
+        self._end(group, stopped=True) if "stop" in flags else self._step(group)
 
     def _end(self, group: Group, *, stopped: bool) -> None:
         if self.at("checkpoint"):
