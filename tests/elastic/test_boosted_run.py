@@ -1,0 +1,51 @@
+"""A real run with power: emulated devices whose declared speed follows their limit, as threads of this process."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+
+from runflat.check.live import Watch, until
+from runflat.elastic.launch_threads import ThreadWorkers
+
+LOST, BACK = 3, 22
+"""Steps at which a device is lost, and told to come back."""
+EVENTS = [
+    {"event": "kill", "device": "1:1", "step": LOST, "phase": "backward"},
+    {"event": "return", "device": "1:1", "step": BACK},
+]
+POWERED = (
+    "--model.num-layers 1 --layout.tp 4 --layout.replicas 2 --train.global-batch 4 --train.memory-every 0 "
+    "--train.steps 1000000 --devices emulated --device.rate-tflops 2e-4 --device.curve exponent:1 "
+    "--device.max-power 1.4 --boost"
+)
+
+
+@pytest.mark.timeout(180)
+def test_limits_follow_a_loss_and_its_return(live: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches limits that do not reach the workers' declared speed, a split that moves, or limits that stay up."""
+    monkeypatch.setattr("runflat.elastic.launch_local.LocalWorkers", ThreadWorkers)
+
+    def end_when_back(watch: Watch) -> None:
+        watch.reached(BACK, 100.0)
+        until("1:1 to work again", lambda: watch.state("1:1") == "active", 60.0)
+        watch.reached(watch.num_steps() + 3)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    ran = live.train("boost", POWERED, EVENTS, alongside=end_when_back)
+    assert ran.error is None
+    rows = ran.watch.steps()
+    assert {tuple(replica["num_samples"] for replica in row["replicas"]) for row in rows} == {(2, 2)}
+    billed_s = [row["billed_s"] for row in rows]
+    limits_w = [row["power"]["replicas"]["1"]["limit_w"] for row in rows]
+    lag = billed_s[LOST] / billed_s[0]
+    assert 1.3 < lag < 1.34  # three devices do the work of four
+    assert max(billed_s[LOST + 15 : BACK]) <= billed_s[0] / 0.99
+    assert limits_w[BACK - 1] == pytest.approx(1000.0 * lag, rel=0.01)
+    assert (limits_w[-1], billed_s[-1]) == (1000.0, pytest.approx(billed_s[0]))
+    assert max(row["power"]["replicas"]["0"]["limit_w"] for row in rows) == 1000.0
+    power = ran.summary["power"]
+    assert power["by_incident"]["1"]["extra_j"] == power["extra_j"] > 0
