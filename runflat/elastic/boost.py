@@ -89,7 +89,6 @@ class Boost:
         self._devices = planner.devices
         self._planner = planner
         self._samples: dict[str, Sample] = {}
-        self._draw_w: dict[str, float] = {}
         self._leases: dict[int, str] = {}
         self._renewed = 0.0
         self._looked = -LOOK_S
@@ -352,16 +351,30 @@ class Boost:
                         spent.saved_j += before_j - limit_w * busy_s - idle_w * (step_s - busy_s)
 
     def record(self, plan: Plan) -> dict[str, Any]:
-        """What a step's line in steps.jsonl says: per replica the highest limit and the draw, watts; totals so far."""
+        """What a step's line in steps.jsonl says, in watts: per replica the highest limit and the draw, then of all.
+
+        Dead devices count with their last reading. Joules and seconds are totals so far.
+        """
         replicas = {}
         for replica in plan.replicas:
-            known = [self._samples.get(self.setting.uuids[name]) for name in replica.devices if name]
-            found = [sample for sample in known if sample is not None]
+            found = self._known(name for name in replica.devices if name)
             if found:
-                draw_w = [s.draw_w for s in found if s.draw_w is not None]
-                limit_w = max(s.enforced_w for s in found)
-                replicas[str(replica.replica)] = {"limit_w": limit_w, "draw_w": sum(draw_w) if draw_w else None}
-        return {"replicas": replicas, **vars(self.spent)}
+                limit_w = max(sample.enforced_w for sample in found)
+                replicas[str(replica.replica)] = {"limit_w": limit_w, "draw_w": _draw_w(found)}
+        every = self._known(self._devices)
+        budget_w = self.setting.limits.domain_budget_w
+        return {
+            "replicas": replicas,
+            "limit_w": sum(sample.enforced_w for sample in every),
+            "draw_w": _draw_w(every),
+            "budget_w": budget_w and budget_w * self._planner.job.num_replicas,
+            **vars(self.spent),
+        }
+
+    def _known(self, names: Iterable[str]) -> list[Sample]:
+        """The last readings of those devices of which there are any."""
+        known = (self._samples.get(self.setting.uuids[name]) for name in names)
+        return [sample for sample in known if sample is not None]
 
     def summary(self) -> dict[str, Any]:
         """What summary.json says: the curve, what was spent, and for which incident (0: before the first)."""
@@ -375,3 +388,9 @@ class Boost:
             **vars(self.spent),
             "by_incident": {str(number): vars(spent) for number, spent in self.by_incident.items()},
         }
+
+
+def _draw_w(samples: Iterable[Sample]) -> float | None:
+    """Draw of all that say theirs; None if nobody does."""
+    draws_w = [sample.draw_w for sample in samples if sample.draw_w is not None]
+    return sum(draws_w) if draws_w else None

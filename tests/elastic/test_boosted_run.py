@@ -10,6 +10,7 @@ import pytest
 
 from runflat.check.live import Watch, until
 from runflat.elastic.launch_threads import ThreadWorkers
+from runflat.report.records import step_row
 
 LOST, BACK = 3, 22
 """Steps at which a device is lost, and told to come back."""
@@ -18,8 +19,8 @@ EVENTS = [
     {"event": "return", "device": "1:1", "step": BACK},
 ]
 POWERED = (
-    "--model.num-layers 1 --layout.tp 4 --layout.replicas 2 --train.global-batch 4 --train.memory-every 0 "
-    "--train.steps 1000000 --devices emulated --device.rate-tflops 2e-4 --device.curve exponent:1 "
+    "--model.num-layers 1 --layout.tp 4 --layout.replicas 2 --train.global-batch 12 --train.memory-every 0 "
+    "--train.steps 1000000 --devices emulated --device.rate-tflops 6e-4 --device.curve exponent:1 "
     "--device.max-power 1.4 --boost"
 )
 
@@ -38,7 +39,7 @@ def test_limits_follow_a_loss_and_its_return(live: Any, monkeypatch: pytest.Monk
     ran = live.train("boost", POWERED, EVENTS, alongside=end_when_back)
     assert ran.error is None
     rows = ran.watch.steps()
-    assert {tuple(replica["num_samples"] for replica in row["replicas"]) for row in rows} == {(2, 2)}
+    assert {tuple(replica["num_samples"] for replica in row["replicas"]) for row in rows} == {(6, 6)}
     billed_s = [row["billed_s"] for row in rows]
     limits_w = [row["power"]["replicas"]["1"]["limit_w"] for row in rows]
     lag = billed_s[LOST] / billed_s[0]
@@ -47,5 +48,7 @@ def test_limits_follow_a_loss_and_its_return(live: Any, monkeypatch: pytest.Monk
     assert limits_w[BACK - 1] == pytest.approx(1000.0 * lag, rel=0.01)
     assert (limits_w[-1], billed_s[-1]) == (1000.0, pytest.approx(billed_s[0]))
     assert max(row["power"]["replicas"]["0"]["limit_w"] for row in rows) == 1000.0
+    steps = [step_row(row).power for row in rows]  # as the report reads them
+    assert [steps[index] and steps[index].limit_w for index in (0, -1)] == [8000.0, 8000.0]
     power = ran.summary["power"]
     assert power["by_incident"]["1"]["extra_j"] == power["extra_j"] > 0
