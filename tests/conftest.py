@@ -30,8 +30,9 @@ def _no_network_namespace() -> str | None:
         return "ip (iproute2) is not installed"
     if shutil.which("unshare") is None:
         return "unshare (util-linux) is not installed"
-    probe = subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False, timeout=10)
-    return "unshare may not make a network namespace here" if probe.returncode else None
+    cable = ["ip", "link", "add", "probe0", "type", "veth", "peer", "name", "probe1"]
+    probe = subprocess.run(["unshare", "--net", *cable], capture_output=True, check=False, timeout=10)
+    return "unshare and ip may not make a network namespace with a virtual cable here" if probe.returncode else None
 
 
 def _no_gpu() -> str | None:

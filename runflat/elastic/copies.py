@@ -13,7 +13,7 @@ import secrets
 import socket
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -27,6 +27,7 @@ from runflat.elastic.listener import Listener, admit, introduce
 from runflat.elastic.side_thread import start_thread
 from runflat.errors import RunError
 from runflat.parallel.move import TENSORS, Held, ShardState, Slab, read_state, relayout, slab_view
+from runflat.parallel.sockets import GroupSockets
 from runflat.plan.plan import Place, Plan, ReplicaPlan
 from runflat.plan.units import ModelSpec, shard_shape
 from runflat.train.checkpoint import Progress
@@ -64,11 +65,11 @@ def buddy(plan: Plan, place: Place) -> Place | None:
 class Copies:
     """The copies that one device has, and the threads that give and take them."""
 
-    def __init__(self, engine: Engine, device_id: str, store: Address, exempt: Callable[[int], object]):
-        """Listen for copies, and say where; `exempt` is told sockets that an abort must not shut."""
+    def __init__(self, engine: Engine, device_id: str, store: Address, sockets: GroupSockets):
+        """Listen for copies, and say where; `sockets` says on which address, and what an abort spares."""
         self._engine = engine
         self._device_id = device_id
-        self._exempt = exempt
+        self._exempt = sockets.exempt.add
         self._plans: dict[int, Plan] = {}
         self._kept: dict[str, deque[Kept]] = defaultdict(lambda: deque(maxlen=NUM_KEPT))
         self._lock = threading.Lock()
@@ -76,7 +77,7 @@ class Copies:
         self._void = (0, -1)
         self._token = secrets.token_hex(16)
         self._store = TCPStore(store[0], store[1], is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
-        self._listener = Listener("copies in", self._serve, HELLO_S, host=store[0], exempt=exempt)
+        self._listener = Listener("copies in", self._serve, HELLO_S, host=sockets.host, exempt=self._exempt)
         host, port = self._listener.address
         self._store.set(f"copies/{device_id}", f"{host} {port} {self._token}")
         self._closed = False

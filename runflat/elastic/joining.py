@@ -14,6 +14,7 @@ from runflat.elastic.receive import Receiver, Target
 from runflat.errors import RunError
 from runflat.parallel.comms import CommsError
 from runflat.parallel.move import replicated_slabs, unit_slabs
+from runflat.parallel.sockets import GroupSockets
 from runflat.plan.plan import Plan, plan_from_json
 from runflat.train.engine import Engine
 from runflat.train.step import StepResult
@@ -86,9 +87,7 @@ class Feeds:
 class Newcomer:
     """A device that is being fed: its plan to come, and what it has received."""
 
-    def __init__(
-        self, engine: Engine, device_id: str, order: Receive, say: Callable[..., None], exempt: Callable[[int], object]
-    ):
+    def __init__(self, engine: Engine, device_id: str, order: Receive, say: Callable[..., None], sockets: GroupSockets):
         """Listen for the sources of `order.plan`."""
         self.plan: Plan = plan_from_json(order.plan)
         place = self.plan.place(device_id)
@@ -97,7 +96,7 @@ class Newcomer:
         self._engine = engine
         self._held = self.plan.replica(place[0]).held(engine.spec.kinds, place[1])
         target = Target(engine.spec, self._held, engine.settings, engine.dtype, engine.device)
-        self._receiver = Receiver(target, order.token, self._on_fed, exempt=exempt)
+        self._receiver = Receiver(target, order.token, self._on_fed, host=sockets.host, exempt=sockets.exempt.add)
         self._say = say
         say("listening", address=list(self._receiver.address))
 

@@ -19,23 +19,23 @@ from torch.distributed import TCPStore
 from runflat.elastic.messages import Exited, Message, parse_message
 from runflat.elastic.orders import Order
 from runflat.elastic.worker_process import worker_process
+from runflat.parallel.sockets import LOOPBACK
 from runflat.train.job import Job
 
-HOST = "127.0.0.1"
 STORE_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 10.0
 """Longest wait for a process whose channel has ended, or that was killed."""
 
 
-def open_store() -> tuple[TCPStore, int]:
-    """The store at which workers meet, and its port; it listens on loopback only."""
+def open_store(host: str = LOOPBACK) -> tuple[TCPStore, int]:
+    """The store at which workers meet, and its port; it listens on `host` only."""
     listener = socket.socket()
-    listener.bind((HOST, 0))
+    listener.bind((host, 0))
     listener.listen()
     port: int = listener.getsockname()[1]
     # The store takes over the listening socket: by itself it would listen on all interfaces.
     store = TCPStore(
-        HOST,
+        host,
         port,
         is_master=True,
         wait_for_workers=False,
@@ -46,15 +46,17 @@ def open_store() -> tuple[TCPStore, int]:
 
 
 class LocalWorkers:
-    """The worker processes of one run, and the store at which they meet; listens on loopback only.
+    """The worker processes of one run, and the store at which they meet (`address`); all listen on `host` only.
 
     Each start of a device is a new incarnation with a channel of its own. The fork server loads once
     what all workers need.
     """
 
-    def __init__(self, job: Job):
+    def __init__(self, job: Job, host: str = LOOPBACK):
         """Open the store; no worker is started yet."""
-        self._store, self.port = open_store()
+        self._store, port = open_store(host)
+        self.address = (host, port)
+        self._host = host
         self._context = multiprocessing.get_context("forkserver")
         model_type = job.hf_config["model_type"]
         modules = [worker_process.__module__, f"transformers.models.{model_type}.modeling_{model_type}"]
@@ -69,7 +71,7 @@ class LocalWorkers:
     def start(self, device: str, incarnation: int) -> None:
         """Start a process for `device`; what an older one of it still says is dropped by whoever listens."""
         ours, theirs = self._context.Pipe()
-        args = (theirs, self._job.model_dump_json(), device, incarnation, self.port, STORE_TIMEOUT_S)
+        args = (theirs, self._job.model_dump_json(), device, incarnation, self.address, self._host)
         name = f"runflat-{device}"
         process = self._context.Process(target=worker_process, args=args, name=name, daemon=True)
         process.start()

@@ -18,14 +18,14 @@ from typing import Any
 
 from runflat.cluster.events import Event, EventKind
 from runflat.elastic.formation import await_buried
-from runflat.elastic.launch_local import HOST, open_store
+from runflat.elastic.launch_local import open_store
 from runflat.elastic.messages import Exited, Message, parse_message
 from runflat.elastic.orders import Exit, Order, parse_order
 from runflat.elastic.session import FORM_TIMEOUT_S, Session
 from runflat.elastic.side_thread import start_thread
 from runflat.elastic.strike import suffer
 from runflat.elastic.worker_process import FAILED, error_message
-from runflat.parallel.sockets import SharedSockets
+from runflat.parallel.sockets import LOOPBACK, SharedSockets
 from runflat.train.engine import Engine
 from runflat.train.job import Job
 
@@ -126,7 +126,7 @@ class ThreadWorkers:
         session: Session | None = None
         try:
             session = Session(
-                job, device, channel, (HOST, self._port), 0, incarnation > 0, sockets=self._sockets, suffer=strike
+                job, device, channel, (LOOPBACK, self._port), 0, incarnation > 0, sockets=self._sockets, suffer=strike
             )
             self.sessions[device] = session
             session.run()

@@ -9,6 +9,7 @@ from runflat.elastic.formation import Formation
 from runflat.elastic.joining import Feeds, Newcomer
 from runflat.elastic.orders import Feed, Power, Prepare, Receive, Unfeed, Unprepare
 from runflat.parallel.comms import AbortedError, CommsError
+from runflat.parallel.sockets import GroupSockets
 from runflat.plan.plan import Plan, plan_from_json
 from runflat.train.engine import Engine
 
@@ -25,17 +26,17 @@ class Prospects:
         device_id: str,
         form: Callable[[Plan], Formation],
         say: Callable[..., None],
-        exempt: Callable[[int], object],
+        sockets: GroupSockets,
     ):
-        """`form` starts the forming of a plan's groups, `exempt` is told sockets that an abort must not shut."""
+        """`form` starts the forming of a plan's groups; `sockets` says where to listen and what an abort spares."""
         self.formation: Formation | None = None
         self.newcomer: Newcomer | None = None
-        self.feeds = Feeds(engine, device_id, say, exempt)
+        self.feeds = Feeds(engine, device_id, say, sockets.exempt.add)
         self._engine = engine
         self._device_id = device_id
         self._form = form
         self._say = say
-        self._exempt = exempt
+        self._sockets = sockets
 
     def obey(self, order: Prepare | Unprepare | Receive | Feed | Unfeed | Power) -> None:
         """Carry out one of `ORDERS`; on the main thread, between steps."""
@@ -46,7 +47,7 @@ class Prospects:
             self.forget_newcomer()
         elif isinstance(order, Receive):
             self.forget_newcomer()
-            self.newcomer = Newcomer(self._engine, self._device_id, order, self._say, self._exempt)
+            self.newcomer = Newcomer(self._engine, self._device_id, order, self._say, self._sockets)
         elif isinstance(order, Feed):
             self.feeds.start(order)
         elif isinstance(order, Power):

@@ -83,8 +83,8 @@ class Session:
         self.base: Plan | None = None
         self.plan: Plan | None = None
         self.resume: Resume | None = None
-        self.prospects = Prospects(self.engine, device_id, self._form, self.say, self.sockets.exempt.add)
-        self.copies = Copies(self.engine, device_id, store, self.sockets.exempt.add) if job.train.memory_every else None
+        self.prospects = Prospects(self.engine, device_id, self._form, self.say, self.sockets)
+        self.copies = Copies(self.engine, device_id, store, self.sockets) if job.train.memory_every else None
         self.healed = False
         self.last: Scalars | None = None
         self.stop_at: int | None = None

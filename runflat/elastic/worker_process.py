@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 
+from runflat.elastic.formation import Address
 from runflat.elastic.orders import Order, parse_order
 from runflat.elastic.session import Session
 from runflat.errors import RunflatError, UserError
 from runflat.parallel.comms import CommsError
+from runflat.parallel.sockets import Sockets
 from runflat.train.job import Job
 
 FAILED = 1
@@ -67,9 +69,12 @@ def error_message(error: BaseException) -> dict[str, Any]:
 
 
 def worker_process(
-    connection: Connection, job: str, device_id: str, incarnation: int, port: int, timeout_s: float
+    connection: Connection, job: str, device_id: str, incarnation: int, store: Address, host: str
 ) -> None:
-    """Main function of a worker process on the controller's machine."""
+    """Main function of a worker process.
+
+    `store` is where the process groups meet, `host` the address at which other workers reach this one.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the controller decides
     torch.set_num_threads(1)
     _few_arenas()
@@ -79,7 +84,7 @@ def worker_process(
         parsed = Job.model_validate_json(job)
         index = _index(device_id, parsed.tp_full, parsed.replicas)
         returning = incarnation > 0 or ":" not in device_id
-        session = Session(parsed, device_id, channel, ("127.0.0.1", port), index, returning)
+        session = Session(parsed, device_id, channel, store, index, returning, Sockets(host))
         loop = _user_loop(parsed.loop) if parsed.loop else Session.run
         loop(session)
     except BaseException as error:  # whatever it is, the controller must hear of it: it decides what the job does

@@ -53,6 +53,8 @@ def _shut(descriptor: int, inode: int) -> None:
 class GroupSockets(Protocol):
     """Knows the sockets of the groups of each generation, so that leaving one can shut them."""
 
+    host: str
+    """Address at which other workers reach this one; what it opens besides its groups listens there."""
     exempt: set[int]
 
     def address(self, generation: int) -> str:
@@ -72,9 +74,11 @@ class GroupSockets(Protocol):
 class Sockets:
     """The sockets of one process by generation. Formations in one process are made one at a time.
 
-    `exempt` holds the inodes of long-lived sockets that may be opened while groups form (state transfer, stores).
+    `host` is the address to listen on. `exempt` holds the inodes of long-lived sockets that may be opened while groups
+    form (state transfer, stores).
     """
 
+    host: str = LOOPBACK
     exempt: set[int] = field(default_factory=set)
     forming: threading.Lock = field(default_factory=threading.Lock)
     _known: set[int] = field(default_factory=set)
@@ -82,7 +86,7 @@ class Sockets:
 
     def address(self, generation: int) -> str:
         """Address on which groups listen."""
-        return LOOPBACK
+        return self.host
 
     @contextmanager
     def recording(self, generation: int) -> Iterator[None]:
@@ -132,6 +136,7 @@ class SharedSockets:
 
     def __init__(self, number: int) -> None:
         """`number` (up to 254) keeps apart those who use loopback addresses in one process at one time."""
+        self.host = LOOPBACK
         self.exempt: set[int] = set()
         self._number = number
         self._forming = 0
