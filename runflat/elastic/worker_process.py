@@ -97,7 +97,7 @@ def _few_arenas() -> None:
     """Have all threads allocate from few heaps; nothing happens where the C library is not glibc.
 
     Each generation has threads of its own, and each new thread may be given a heap that nobody gives back: 40 losses
-    and returns of the tiny model left 40 to 70 MB behind, with two heaps 10 to 15, most of it by the tenth.
+    and returns of the tiny model left 40 to 70 MB behind; with two heaps 16 to 27, most of it by the tenth.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
