@@ -1,4 +1,4 @@
-"""Speed against power limit: a piecewise log-linear curve, calibrated by the user or one of a few named ones.
+"""Speed against power limit: a piecewise log-linear curve, from a file of the user's or one of a few named ones.
 
 No single exponent is right: published slopes d ln(speed) / d ln(power) near the limit run from 0.13 to 0.7. So the
 curve is an input, named in each result, and results should be shown for more than one.
@@ -135,7 +135,7 @@ def _from_json(name: str, entry: Mapping[str, Any]) -> PowerCurve:
 
 
 def curve_named(name: str) -> PowerCurve:
-    """The named curve, ``exponent:0.4`` for a slope of one's own, or ``file:PATH`` as `runflat power calibrate` writes.
+    """The named curve, ``exponent:0.4`` for a slope of one's own, or ``file:PATH``, as :func:`read_curve` reads it.
 
     Raises:
         ConfigError: for an unknown name, or a file that is no curve.
@@ -167,8 +167,8 @@ def read_curve(path: Path) -> PowerCurve:
         return _from_json(entry.get("name", path.stem), entry)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"{path} is no power curve: {error}. A curve is a JSON object with 'points', a list of [power, speed]; "
-            "runflat power calibrate writes one"
+            f"{path} is no power curve: {error}. A curve is a JSON object with 'points', a list of [power, speed], "
+            "powers as fractions of the thermal design power"
         ) from None
 
 
