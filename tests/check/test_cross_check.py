@@ -1,7 +1,8 @@
-"""The simulator against the runtime: same plans, goodput and ledger."""
+"""The simulator against the runtime: same plans, and goodput and ledger as the committed result says."""
 
 from __future__ import annotations
 
+import json
 import runpy
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,14 @@ def check_judged(result: dict[str, Any]) -> None:
         assert found["plans_identical"], seed
         assert abs(found["goodput_predicted"] / found["goodput"] - 1) <= WITHIN, seed
         assert max(abs(error) for error in found["category_errors"].values()) <= WITHIN, seed
+
+
+def test_the_committed_result_keeps_its_bounds() -> None:
+    """Catches a result file that was written although the simulator was off, or judged on the seeds it was fed with."""
+    result = json.loads((FOLDER / "result.json").read_text())
+    assert len(result["judged"]) >= 5
+    assert not set(map(str, result["measured"])) & result["judged"].keys()
+    check_judged(result)
 
 
 @pytest.mark.process
