@@ -1,4 +1,4 @@
-"""A real run with power: emulated devices whose declared speed follows their limit, as threads of this process."""
+"""A real run with power: emulated devices whose declared speed follows their limit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from runflat.check.live import Watch, until
-from runflat.elastic.launch_threads import ThreadWorkers
 from runflat.report.records import step_row
 
 LOST, BACK = 3, 22
@@ -25,10 +24,10 @@ POWERED = (
 )
 
 
+@pytest.mark.process
 @pytest.mark.timeout(180)
-def test_limits_follow_a_loss_and_its_return(live: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_follow_a_loss_and_its_return(live: Any) -> None:
     """Catches limits that do not reach the workers' declared speed, a split that moves, or limits that stay up."""
-    monkeypatch.setattr("runflat.elastic.launch_local.LocalWorkers", ThreadWorkers)
 
     def end_when_back(watch: Watch) -> None:
         watch.reached(BACK, 100.0)

@@ -110,6 +110,7 @@ SOME = [
 ]
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(("first", "seconds"), [*SOME, *ALL])
 def test_a_second_fault_after_a_first(live: Any, job: Job, first: str, seconds: tuple[str, ...]) -> None:
