@@ -27,7 +27,7 @@ ROOT = HERE.parents[1]
 PHASES = ("forward", "backward", "sync", "commit", "update")
 AFTER = 10
 """Steps without the device, whose median is taken off."""
-BETWEEN = {"demo": 24, "emulated": 24, "slow link": 60}
+BETWEEN = {"demo": 20, "emulated": 20, "slow link": 60}
 """Steps between two kills: enough for a process to start and to be fed."""
 TINY = (
     "--model.preset tiny --model.hidden-size 96 --model.num-heads 12 --model.num-kv-heads 12 --model.head-dim 8 "

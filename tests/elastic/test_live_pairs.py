@@ -77,7 +77,8 @@ def strike(watch: Watch, pair: Pair, devices: tuple[str, str]) -> None:
         lambda: struck(watch) == before + 2,
         STRIKE_S,
     )
-    until(f"the next step after {pair}", lambda: watch.num_steps() > step + 5, STRIKE_S)
+    stood = watch.num_steps()  # a checkpoint may have been some steps away
+    until(f"the next steps after {pair}", lambda: watch.num_steps() > stood + 2, STRIKE_S)
 
 
 CASES = [
@@ -104,7 +105,8 @@ def test_a_second_fault_during_recovery_changes_nothing(live: Any, pairs: Sequen
     end = hurt.summary["step"]
     assert [row["step"] for row in hurt.watch.steps()] == list(range(end))
     incidents = [set(incident["devices"]) for incident in hurt.summary["incidents"]]
-    assert incidents == [set(devices) for devices in hit]
+    apart = [devices for devices in hit if not any(set(devices) <= incident for incident in incidents)]
+    assert not apart, "the second fault did not strike in the recovery from the first"
 
     whole = live.train("whole", f"{LAYOUT} {STEPS} --train.stop-after {end}").watch
     ends = [newest_checkpoint(watch.run, pytest.fail) for watch in (whole, hurt.watch)]
