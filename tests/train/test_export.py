@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from runflat.check.small import proof_config
 from runflat.cli import run as runflat
+from runflat.parallel.casts import lift_forward
 from runflat.parallel.optimizer import OptimizerSettings, build_optimizer
 from runflat.parallel.shard import cut
 from runflat.parallel.tp_plan import build_meta_model, read_rules
@@ -136,22 +137,29 @@ def test_continued_training_in_and_out(tmp_path: Path, monkeypatch: pytest.Monke
     """Catches weights lost or changed on the way in or out, and another tokenizer than the model's own.
 
     A model of random weights with its tokenizer goes in, is trained on two devices of a replica, and comes out; the
-    same training of the unsharded model gives the same logits, to the rounding of norms and loss to float32.
+    same training of the unsharded model gives the same logits. Casts to float32 are lifted: AdamW takes the sign of a
+    gradient that is next to nothing, so that after ten steps their rounding is of any size.
     """
     monkeypatch.chdir(tmp_path)
     tokenizer = tokenizer_in(tmp_path / "model")
     Path("text.txt").write_text(TEXT)
     config = proof_config("llama-gqa", num_hidden_layers=2, vocab_size=512)
-    start = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        start = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
     start.save_pretrained("model")
     flags = f"--layout.tp 2 --train.global-batch {BATCH} --data.seq-len {SEQ_LEN} --train.steps {STEPS} --train.lr {LR}"
-    settings = "--train.schedule constant --train.clip-norm 0 --train.dtype float64 --data.paths text.txt"
+    settings = (
+        "--train.schedule constant --train.clip-norm 0 --train.dtype float64 --train.lift-casts --data.paths text.txt"
+    )
     assert runflat(["train", "--run", "run", "--from", "model", *flags.split(), *settings.split()]) == 0
     assert runflat(["export", "run", "--to", "out", "--dtype", "float64"]) == 0
 
     corpus = prepare(["text.txt"], cache_dir=tmp_path / "tokens", seq_len=SEQ_LEN, tokenizer=tokenizer)
     assert corpus.vocab_size > 257
     before, after = (AutoModelForCausalLM.from_pretrained(name, dtype=torch.float64) for name in ("model", "out"))
+    for model in (before, after):
+        lift_forward(model)
     held = torch.from_numpy(corpus.holdout(0, corpus.num_holdout))
     with torch.no_grad():
         first = before(input_ids=held).logits
@@ -160,4 +168,4 @@ def test_continued_training_in_and_out(tmp_path: Path, monkeypatch: pytest.Monke
     with torch.no_grad():
         expected = before(input_ids=held).logits
     assert float((exported - first).norm() / first.norm()) > 0.1
-    assert float((exported - expected).norm() / expected.norm()) < 1e-5
+    assert float((exported - expected).norm() / expected.norm()) < 1e-9
