@@ -5,16 +5,14 @@
 Runs `runflat compare` on examples/compare.toml under traces drawn from the seeds of --measure (two kills, other
 devices, steps and phases), takes the phase times of each strategy from them (medians), predicts the run under
 examples/two_failures.json from these, the events and the declared device rate, and then makes that run. Writes
-result.json beside itself: goodput and prediction of each strategy, their ratio, the order of the strategies.
+result.json and README.md beside itself: goodput and prediction of each strategy, their ratio, the strategies' order.
 Exit code 1 if a prediction is off by more than 3 % or the order of ntp, drop and restart is not theirs.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -24,18 +22,18 @@ from typing import Any
 
 import torch
 
+from runflat.check.bench import arguments, report
 from runflat.cluster.events import parse_events
 from runflat.commands.config_files import load_config
 from runflat.commands.models import section_config
 from runflat.config import TrainConfig
 from runflat.parallel.tp_plan import build_meta_model, read_rules
-from runflat.sim.config import ClusterConfig, JobConfig, RecoveryConfig, SimConfig
-from runflat.sim.emulated import emulated_line
-from runflat.sim.measured import measured_recovery, read_incidents
-from runflat.sim.replay import EMULATED_PARTS, replay
-from runflat.traces.generate import Component, FailureSource
+from runflat.sim.config import JobConfig
+from runflat.sim.measured import measured_costs
+from runflat.sim.replay import replay_emulated
 
-ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
 CONFIG = ROOT / "examples" / "compare.toml"
 TRACE = ROOT / "examples" / "two_failures.json"
 TOLERANCE = 0.03
@@ -69,59 +67,35 @@ def compare(trace: Path, strategies: Sequence[str], spares: int, steps: int, fol
     return runs
 
 
-def start_s(run: Path) -> float:
-    """Seconds before the first step."""
-    first = json.loads((run / "steps.jsonl").read_text().splitlines()[0])
-    return float(first["time_s"] - first["step_s"])
-
-
 def predict(config: TrainConfig, chain: str, spares: int, steps: int, runs: Sequence[Path]) -> float:
     """Goodput that the simulator says for `chain` on the recorded trace, with the phase times of `runs`."""
     layout, train = config.layout, config.train
-    model = build_meta_model(section_config(config.model), torch.float32, None)
-    started = statistics.median(start_s(run) for run in runs)
-    costs = measured_recovery(
-        read_incidents(run / "events.jsonl" for run in runs),
-        RecoveryConfig(join_s=0, checkpoint_save_s=0, start_s=started),
-    )
-    question = SimConfig(
-        job=JobConfig(
-            tp=layout.tp,
-            dp=layout.replicas,
-            local_batch=train.global_batch // layout.replicas,
-            seq_len=config.data.seq_len,
-        ),
-        cluster=ClusterConfig(domain_size=layout.tp, spare_devices=spares if "spare" in chain.split(",") else 0),
-        failures=FailureSource(components=(Component(name="none", per_device_day=0.0),)),
-        recovery=costs,
-    )
+    local_batch = train.global_batch // layout.replicas
     assert config.device.rate_tflops is not None
-    line = emulated_line(
+    model = build_meta_model(section_config(config.model), torch.float32, None)
+    return replay_emulated(
         read_rules(model, layout.tp).spec,
-        tp_full=layout.tp,
-        seq_len=config.data.seq_len,
+        JobConfig(tp=layout.tp, dp=layout.replicas, local_batch=local_batch, seq_len=config.data.seq_len),
+        chain,
+        parse_events(TRACE.read_text()),
+        num_steps=steps,
         rate_flops=config.device.rate_tflops * 1e12,
-    )
-    events = parse_events(TRACE.read_text())
-    return replay(question, chain, events, num_steps=steps, line=line, parts=EMULATED_PARTS).goodput
+        costs=measured_costs(runs),
+        spare_devices=spares if "spare" in chain.split(",") else 0,
+    ).goodput
 
 
 def main() -> int:
     """Measure, predict, run, judge; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, HERE)
     parser.add_argument("--strategies", nargs="+", default=["ntp", "drop", "spare,ntp"])
     parser.add_argument("--spares", type=int, default=1)
     parser.add_argument("--measure", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument(
-        "--quick", action="store_true", help="ntp and drop, one seed, the first failure; nothing is judged"
-    )
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="folder of result.json")
     args = parser.parse_args()
-    if args.quick:
+    if args.quick:  # nothing is judged
         args.strategies, args.measure = ["ntp", "drop"], [0]
     config = load_config(CONFIG)
     steps = QUICK_STEPS if args.quick else config.train.steps
-    args.out.mkdir(parents=True, exist_ok=True)
     spares = args.spares if any("spare" in chain.split(",") for chain in args.strategies) else 0
     folder = Path(tempfile.mkdtemp(prefix="compare-"))
     print(f"runs: {folder}")
@@ -145,10 +119,12 @@ def main() -> int:
         entry["goodput_error"] is not None and abs(entry["goodput_error"]) <= TOLERANCE for entry in found.values()
     )
     result = {"spares": spares, "measured_seeds": args.measure, "in_order": in_order, "close": close, "runs": found}
-    (args.out / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    for chain, entry in found.items():
-        print(f"{chain:<16} goodput {entry['goodput']}, predicted {entry['goodput_predicted']:.4f}")
-    print(f"order as expected: {in_order}; all within {TOLERANCE:.0%}: {close}")
+    table = [
+        (f"{chain} (emulated): goodput, and as predicted", f"{row['goodput']}, {row['goodput_predicted']:.4f}", "3 %")
+        for chain, row in found.items()
+    ]
+    table.append((f"goodput falls from {', '.join(ORDER)}", str(in_order), "True"))
+    report(args.out, "Strategies on one trace", __doc__.partition("\n\n")[0], table, result)
     return 0 if args.quick or (in_order and close) else 1
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import random
-import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -28,11 +27,9 @@ from runflat.config import ModelSection
 from runflat.elastic.assemble import layout_planner
 from runflat.parallel.tp_plan import build_meta_model, read_rules
 from runflat.plan.plan import plan_from_json
-from runflat.sim.config import ClusterConfig, JobConfig, RecoveryConfig, SimConfig
-from runflat.sim.emulated import emulated_line
-from runflat.sim.measured import measured_recovery, read_incidents
-from runflat.sim.replay import EMULATED_PARTS, ReplayResult, replay
-from runflat.traces.generate import Component, FailureSource
+from runflat.sim.config import JobConfig, RecoveryConfig
+from runflat.sim.measured import measured_costs
+from runflat.sim.replay import ReplayResult, replay_emulated
 
 HERE = Path(__file__).parent
 TP, DP, LOCAL, SEQ_LEN, STEPS, RATE_TFLOPS = 4, 2, 7, 64, 14, 4e-5
@@ -69,23 +66,18 @@ def train(seed: int, folder: Path, returns: bool, keep: bool, rate_tflops: float
     return run
 
 
-def start_s(run: Path) -> float:
-    """Seconds before the first step."""
-    first = json.loads((run / "steps.jsonl").read_text().splitlines()[0])
-    return float(first["time_s"] - first["step_s"])
-
-
 def predict(costs: RecoveryConfig, injected: str) -> ReplayResult:
     """What the simulator says of a run with these faults."""
     model = build_meta_model(section_config(ModelSection(preset="tiny")), torch.float32, None)
-    config = SimConfig(
-        job=JobConfig(tp=TP, dp=DP, local_batch=LOCAL, seq_len=SEQ_LEN),
-        cluster=ClusterConfig(domain_size=TP),
-        failures=FailureSource(components=(Component(name="none", per_device_day=0.0),)),
-        recovery=costs,
+    return replay_emulated(
+        read_rules(model, TP).spec,
+        JobConfig(tp=TP, dp=DP, local_batch=LOCAL, seq_len=SEQ_LEN),
+        "ntp,drop",
+        parse_events(injected),
+        num_steps=STEPS,
+        rate_flops=RATE_TFLOPS * 1e12,
+        costs=costs,
     )
-    line = emulated_line(read_rules(model, TP).spec, tp_full=TP, seq_len=SEQ_LEN, rate_flops=RATE_TFLOPS * 1e12)
-    return replay(config, "ntp,drop", parse_events(injected), num_steps=STEPS, line=line, parts=EMULATED_PARTS)
 
 
 def same_plans(run: Path, predicted: ReplayResult) -> bool:
@@ -133,10 +125,7 @@ def cross_check(
     """All judged seeds, by number, after the measured ones gave their phase times."""
     folder.mkdir(parents=True, exist_ok=True)
     runs = [train(seed, folder, returns, keep) for seed in measure]
-    costs = measured_recovery(
-        read_incidents(run / "events.jsonl" for run in runs),
-        RecoveryConfig(join_s=0, checkpoint_save_s=0, start_s=statistics.median(start_s(run) for run in runs)),
-    )
+    costs = measured_costs(runs)
     found: dict[str, Any] = {}
     for seed in judge:
         run = train(seed, folder, returns, keep)

@@ -3,20 +3,20 @@
     python benchmarks/power_agent/run.py
 
 A real agent process with nvidia-ml-py over the small libnvidia-ml of tests/power/support; needs a C compiler. Writes
-result.json beside itself: seconds from SIGKILL of a controller (lease 3 s, renewed every 0.1 s) to nominal, from the
-start of a new agent after SIGKILL to its first answer, microseconds of a call, and what 60 s of fuzzing was answered.
+result.json and README.md beside itself: seconds from SIGKILL of a controller (lease 3 s, renewed every 0.1 s) to
+nominal, from the start of a new agent after SIGKILL to its first answer, microseconds of a call, and what 60 s of
+fuzzing was answered.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import shutil
 import statistics
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parents[1] / "tests" / "power" / "support"), str(HERE.parents[1])]
@@ -25,6 +25,7 @@ import fake_nvml  # noqa: E402 (needs the path above)
 from agent_node import CEILING_W, HEALTHY, AgentNode, until  # noqa: E402 (needs the path above)
 from fuzz import fuzz  # noqa: E402 (needs the path above)
 
+from runflat.check.bench import arguments, report  # noqa: E402 (needs the path above)
 from runflat.power.client import read  # noqa: E402 (needs the path above)
 
 LEASE_S = 3.0
@@ -48,12 +49,12 @@ def call_us(node: AgentNode) -> float:
     return statistics.median(found) * 1e6
 
 
-def measure(folder: Path, fuzz_s: float) -> dict[str, object]:
+def measure(folder: Path, fuzz_s: float) -> dict[str, Any]:
     """All of it, on one node."""
     node = AgentNode(folder, fake_nvml.build(folder))
     try:
         agent = node.agent()
-        result: dict[str, object] = {"lease_s": LEASE_S, "read_us": round(call_us(node), 1)}
+        result: dict[str, Any] = {"lease_s": LEASE_S, "read_us": round(call_us(node), 1)}
         result["controller_killed_to_nominal_s"] = [round(controller_killed_s(node), 2) for _ in range(5)]
         node.boost()
         agent.kill()
@@ -76,18 +77,28 @@ def measure(folder: Path, fuzz_s: float) -> dict[str, object]:
 
 
 def main() -> None:
-    """Measure, print, and write the result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Measures, writes result.json and README.md."""
+    parser = arguments(__doc__, HERE)
     parser.add_argument("--fuzz-s", type=float, default=60.0, help="seconds of fuzzing")
-    parser.add_argument("--out", type=Path, default=HERE / "result.json", help="where the result goes")
     args = parser.parse_args()
+    fuzz_s = 5.0 if args.quick else args.fuzz_s
     if not any(shutil.which(name) for name in ("gcc", "cc", "clang")):
         sys.exit("no C compiler: this benchmark builds a small libnvidia-ml")
     with tempfile.TemporaryDirectory() as folder:
-        result = measure(Path(folder), args.fuzz_s)
-    text = json.dumps(result, indent=1)
-    args.out.write_text(text + "\n")
-    print(text)
+        result = measure(Path(folder), fuzz_s)
+    restored_s = result["controller_killed_to_nominal_s"]
+    first_s = result["agent_killed_start_to_first_answer_s"]
+    rows = [
+        (f"SIGKILL of a controller to nominal, lease {LEASE_S:g} s", f"{min(restored_s)} to {max(restored_s)} s", ""),
+        ("start after SIGKILL of the agent to its first answer, all restored", f"{first_s} s", ""),
+        ("a call that reads all devices", f"{result['read_us']} us", ""),
+        (
+            f"highest limit set in {fuzz_s:g} s of fuzzing",
+            f"{result['highest_limit_set_w']} W",
+            f"<= {CEILING_W} W",
+        ),
+    ]
+    report(args.out, "The power agent", __doc__.partition("\n\n")[0], rows, result)
 
 
 if __name__ == "__main__":

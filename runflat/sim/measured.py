@@ -61,6 +61,23 @@ def _seconds(row: Mapping[str, object], key: str, where: str) -> Mapping[str, fl
     return {str(name): float(value) for name, value in values.items()}
 
 
+def measured_costs(runs: Sequence[Path]) -> RecoveryConfig:
+    """What recorded runs cost: medians of their recovery phases, and of the seconds before the first step.
+
+    Joining and saving cost nothing where the runs do not show it; other phases that they lack have their defaults.
+
+    Raises:
+        TraceError: as `read_incidents` and `measured_recovery` do.
+    """
+    started_s = []
+    for run in runs:
+        with (run / "steps.jsonl").open(encoding="utf-8") as lines:
+            first = json.loads(next(lines))
+        started_s.append(first["time_s"] - first["step_s"])
+    base = RecoveryConfig(join_s=0, checkpoint_save_s=0, start_s=statistics.median(started_s))
+    return measured_recovery(read_incidents(run / "events.jsonl" for run in runs), base)
+
+
 def measured_recovery(incidents: Sequence[Mapping[str, float]], base: RecoveryConfig) -> RecoveryConfig:
     """``base`` with the median of each cost over the incidents that have one of its phases.
 

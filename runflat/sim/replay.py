@@ -11,12 +11,15 @@ from dataclasses import dataclass
 from runflat.cluster.events import LOSES_DEVICE, Event, EventKind
 from runflat.errors import TraceError
 from runflat.plan.strategies import Decision, JobFacts
-from runflat.sim.config import SimConfig, parse_candidate
+from runflat.plan.units import ModelSpec
+from runflat.sim.config import ClusterConfig, JobConfig, RecoveryConfig, SimConfig, parse_candidate
 from runflat.sim.decided import Decided, LineBySlots
+from runflat.sim.emulated import emulated_line
 from runflat.sim.job import JobSim, Totals
 from runflat.sim.perf_times import job_times
 from runflat.sim.placement import Placement
 from runflat.sim.times import Times
+from runflat.traces.generate import Component, FailureSource
 
 PHASE_PARTS: Mapping[str | None, float] = {
     None: 0.0,
@@ -106,6 +109,39 @@ def replay(
     used = topology.num_job_devices / topology.num_devices
     possible = config.job.dp * config.job.local_batch / healthy_s * wall_s / used
     return ReplayResult(totals=totals, decisions=tuple(decisions), wall_s=wall_s, goodput=totals.sequences / possible)
+
+
+def replay_emulated(
+    spec: ModelSpec,
+    job: JobConfig,
+    candidate: str,
+    events: Sequence[Event],
+    *,
+    num_steps: int,
+    rate_flops: float,
+    costs: RecoveryConfig,
+    spare_devices: int = 0,
+) -> ReplayResult:
+    """Predict a run on emulated devices, each replica a domain of its own; see :func:`replay`.
+
+    Args:
+        spec: Its model, by which the units are dealt out.
+        job: Its layout.
+        candidate: Strategy chain.
+        events: What happens.
+        num_steps: Steps after which the run ends.
+        rate_flops: Declared FLOPs per second of a device.
+        costs: Recovery costs, such as :func:`runflat.sim.measured.measured_costs` of other runs.
+        spare_devices: Spares held.
+    """
+    config = SimConfig(
+        job=job,
+        cluster=ClusterConfig(domain_size=job.tp, spare_devices=spare_devices),
+        failures=FailureSource(components=(Component(name="none", per_device_day=0.0),)),
+        recovery=costs,
+    )
+    line = emulated_line(spec, tp_full=job.tp, seq_len=job.seq_len, rate_flops=rate_flops)
+    return replay(config, candidate, events, num_steps=num_steps, line=line, parts=EMULATED_PARTS)
 
 
 def _decided(config: SimConfig, candidate: str, times: Times, line: LineBySlots | None) -> Decided:
