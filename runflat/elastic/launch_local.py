@@ -139,12 +139,11 @@ class LocalWorkers:
 
     def inject(self, event: Mapping[str, Any]) -> None:
         """Have processes that are started from now on suffer a fault, until it has struck."""
-        self._job = self._job.model_copy(update={"inject": [*self._job.inject, dict(event)]})
+        self._job = self._job.with_fault(event)
 
     def forget(self, event: Mapping[str, Any]) -> None:
         """An injected event has struck: processes that are started from now on do not suffer it again."""
-        rest = [row for row in self._job.inject if row != dict(event)]
-        self._job = self._job.model_copy(update={"inject": rest})
+        self._job = self._job.without_fault(event)
 
     def close(self, grace_s: float = 0.0) -> None:
         """End all workers, at once or after `grace_s` in which those that were told to leave do so, and wait for it."""

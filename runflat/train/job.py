@@ -38,6 +38,14 @@ class Job(BaseModel):
     inject: list[dict[str, Any]] = []
     loop: str | None = None
 
+    def with_fault(self, event: Mapping[str, Any]) -> Job:
+        """The job of workers that are to suffer one more fault."""
+        return self.model_copy(update={"inject": [*self.inject, dict(event)]})
+
+    def without_fault(self, event: Mapping[str, Any]) -> Job:
+        """The job of workers after a fault has struck."""
+        return self.model_copy(update={"inject": [row for row in self.inject if row != dict(event)]})
+
 
 def hf_config(fields: Mapping[str, Any]) -> PreTrainedConfig:
     """The transformers configuration with the given fields, `model_type` among them."""

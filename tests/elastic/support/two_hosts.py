@@ -169,6 +169,14 @@ class FarWorkers:
         if self._hosts.joined and process.is_alive() and process.pid is not None:
             os.kill(process.pid, number)
 
+    def inject(self, event: Mapping[str, Any]) -> None:
+        """Have processes that are started from now on suffer a fault, until it has struck."""
+        self._job = self._job.with_fault(event)
+
+    def forget(self, event: Mapping[str, Any]) -> None:
+        """An injected event has struck."""
+        self._job = self._job.without_fault(event)
+
     def close(self, grace_s: float) -> None:
         """End all processes, whether their host can be reached or not."""
         for process in [process for started in self._processes.values() for process in started]:
@@ -210,10 +218,10 @@ class TwoHosts:
         return None if device.startswith("1:") else self._near.pid(device)
 
     def inject(self, event: Mapping[str, Any]) -> None:
-        raise NotImplementedError("no test has a fault strike here while a process starts")
+        self._of(event["device"]).inject(event)
 
     def forget(self, event: Mapping[str, Any]) -> None:
-        """No event is injected here."""
+        self._of(event["device"]).forget(event)
 
     def close(self, grace_s: float = 0.0) -> None:
         self._far.close(grace_s)
