@@ -65,17 +65,22 @@ def reference_model(config: PreTrainedConfig, seed: int, dtype: torch.dtype) -> 
     return model
 
 
-def reference_run(model: PreTrainedModel, batch: Batch, num_steps: int, settings: AdamW) -> Outcome:
-    """Train `model` in place for `num_steps` on the same whole `batch`, one process, one shard."""
+def reference_optimizer(model: PreTrainedModel, settings: AdamW) -> torch.optim.AdamW:
+    """Torch's own AdamW, parameter by parameter."""
     decayed = [param for param in model.parameters() if param.ndim > 1]
     plain = [param for param in model.parameters() if param.ndim <= 1]
-    optimizer = torch.optim.AdamW(
+    return torch.optim.AdamW(
         [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": plain, "weight_decay": 0.0}],
         lr=settings.lr,
         betas=(settings.beta1, settings.beta2),
         eps=settings.eps,
         foreach=False,
     )
+
+
+def reference_run(model: PreTrainedModel, batch: Batch, num_steps: int, settings: AdamW) -> Outcome:
+    """Train `model` in place for `num_steps` on the same whole `batch`, one process, one shard."""
+    optimizer = reference_optimizer(model, settings)
     num_targets = int((batch.labels[:, 1:] != -100).sum())
     grads: dict[str, torch.Tensor] = {}
     norms, losses = [], []

@@ -18,6 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from runflat.check.checker import Books, Counts
+from runflat.check.reference import AdamW, reference_optimizer
 from runflat.errors import CheckpointError
 from runflat.parallel.casts import LiftCasts
 from runflat.train.checkpoint import TENSORS, newest_checkpoint
@@ -32,16 +33,11 @@ Report = Callable[[int], object]
 
 @dataclass(frozen=True)
 class Settings:
-    """What the optimizer does; a constant learning rate. `clip_norm` of 0 does not clip."""
+    """First weights, length of a sequence, and the optimizer at a constant rate; `clip_norm` of 0 does not clip."""
 
     seed: int
     seq_len: int
-    lr: float
-    weight_decay: float
-    beta1: float
-    beta2: float
-    eps: float
-    clip_norm: float
+    optimizer: AdamW
 
 
 @dataclass(frozen=True)
@@ -58,15 +54,7 @@ def unsharded_run(
     """Train from the first step on; `batches` are the sequence indices of each step, `report(step)` is progress."""
     text = np.load(tokens, mmap_mode="r")
     model = first_model(config, settings.seed)
-    decayed = [param for param in model.parameters() if param.ndim > 1]
-    plain = [param for param in model.parameters() if param.ndim <= 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": plain, "weight_decay": 0.0}],
-        lr=settings.lr,
-        betas=(settings.beta1, settings.beta2),
-        eps=settings.eps,
-        foreach=False,
-    )
+    optimizer, clip_norm = reference_optimizer(model, settings.optimizer), settings.optimizer.clip_norm
     losses = []
     for step, indices in enumerate(batches):
         rows = [text[index * settings.seq_len : (index + 1) * settings.seq_len] for index in indices]
@@ -75,8 +63,8 @@ def unsharded_run(
         with LiftCasts():
             loss = model(input_ids=batch, labels=batch, use_cache=False).loss
         loss.backward()
-        if settings.clip_norm:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), settings.clip_norm)
+        if clip_norm:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
         optimizer.step()
         losses.append(float(loss.detach()))
         report(step)

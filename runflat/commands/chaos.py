@@ -115,6 +115,7 @@ def chaos(args: ChaosArgs, run: Path, say: Callable[[str], object]) -> dict[str,
 def _count(run: Path, seed: int, outcome: Outcome, say: Callable[[str], object]) -> Counts:
     """What the checker says of the run; of one that did not end in order, only what its books say."""
     from runflat.check.checker import Counts, check_books, read_books
+    from runflat.check.reference import AdamW
     from runflat.check.unsharded import Settings, check_run
     from runflat.commands.models import section_config
     from runflat.config import TrainConfig
@@ -127,10 +128,8 @@ def _count(run: Path, seed: int, outcome: Outcome, say: Callable[[str], object])
     counts = check_books(books)
     config = TrainConfig.model_validate_json((run / "config.json").read_text())
     train = config.train
-    settings = Settings(
-        seed=seed, seq_len=config.data.seq_len, lr=train.lr, weight_decay=train.weight_decay, beta1=train.beta1,
-        beta2=train.beta2, eps=train.eps, clip_norm=train.clip_norm,
-    )  # fmt: skip
+    adamw = AdamW(train.lr, train.weight_decay, train.beta1, train.beta2, train.eps, train.clip_norm)
+    settings = Settings(seed, config.data.seq_len, adamw)
     total = books.progress["step"]
     say(f"the run is over after {outcome.wall_s:.0f} s; training its {total} steps again, unsharded")
 

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from runflat.check.checker import Books, Counts, check_books, read_books
+from runflat.check.reference import AdamW
 from runflat.check.unsharded import Settings, Truth, compare_losses, compare_tensors, unsharded_run
 from runflat.commands.models import section_config
 from runflat.commands.train import parse, train
@@ -57,7 +58,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recorded:
     config = parse([*flags, "--run", str(run)])
     assert train(config)[0] == 0
     section = config.train
-    settings = Settings(SEED, SEQ_LEN, LR, section.weight_decay, section.beta1, section.beta2, section.eps, 1.0)
+    settings = Settings(SEED, SEQ_LEN, AdamW(LR, section.weight_decay, section.beta1, section.beta2, section.eps, 1.0))
     (tokens,) = (run / "tokens").glob("*.npy")
 
     def again(batches: list[list[int]]) -> Truth:
