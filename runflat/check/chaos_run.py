@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -16,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from runflat.check.chaos import Sight, Source, Strike, takes_away
-from runflat.check.live import POLL_S, Command, Footprint, Watch, session_footprint, session_processes
+from runflat.check.live import Command, Footprint, Watch, session_footprint, session_processes, until
 from runflat.cluster.events import Event, EventKind, event_to_json
-from runflat.elastic.requests import answer, post
+from runflat.elastic.requests import Action, answer, post
+from runflat.errors import RunError
 
 START_S = 180.0
 """Longest start of all workers."""
@@ -35,7 +37,7 @@ SECONDS_PER_FAULT = 15.0
 PAUSE_S = (0.1, 0.8)
 """Between the end of one strike and the next."""
 WARM_STEPS = 20
-BY_REQUEST = {EventKind.DRAIN: "drain", EventKind.RETURN: "return"}
+BY_REQUEST: Mapping[EventKind, Action] = {EventKind.DRAIN: "drain", EventKind.RETURN: "return"}
 IN_PLACE = ("active", "draining")
 AWAY = ("lost", "out", "parked")
 
@@ -105,7 +107,7 @@ class ChaosRun:
             session = command.process.pid
             try:
                 self._drive(command)
-            except _Over as over:
+            except _OverError as over:
                 self._outcome.problems.append(str(over))
                 self._outcome.hangs += over.hang
             if command.process.poll() is not None:
@@ -114,48 +116,50 @@ class ChaosRun:
         return self._outcome
 
     def _nobody_left(self, session: int) -> None:
-        deadline = self._now + GONE_S
-        while left := session_processes(session):
-            if self._now > deadline:
-                self._outcome.problems.append(f"{len(left)} processes of the run were left behind")
-                return
-            time.sleep(POLL_S)
+        try:
+            until("the end of the workers", lambda: not session_processes(session), GONE_S)
+        except RunError:
+            left = len(session_processes(session))
+            self._outcome.problems.append(f"{left} processes of the run were left behind")
 
     def _drive(self, command: Command) -> None:
         session = command.process.pid
         self._until(command, START_S, "the first steps", lambda: self._settled(WARM_STEPS))
         self._outcome.before = session_footprint(session)
-        limit_s = self._now + SECONDS_PER_FAULT * self._num_faults + END_S
-        while self._outcome.num_faults < self._num_faults and not (self._source.exhausted and not self._pending):
-            self._look(command)
-            if self._now > limit_s:
-                raise _Over(f"{self._outcome.num_faults} faults took longer than {limit_s:.0f} s", hang=True)
-            self._turn()
+        limit_s = SECONDS_PER_FAULT * self._num_faults + END_S
+        self._until(command, limit_s, f"{self._num_faults} faults", self._all_struck)
         self._until(command, END_S, "all devices to be back", self._all_back)
         last = self._job["step"]
         self._until(command, END_S, "the last steps", lambda: self._settled(last + WARM_STEPS))
         self._outcome.after = session_footprint(session)
         command.process.send_signal(signal.SIGINT)
-        deadline = self._now + END_S
-        while command.process.poll() is None:
-            if self._now > deadline:
-                raise _Over(f"the run did not end within {END_S:.0f} s of being asked to", hang=True)
-            time.sleep(POLL_S)
+        try:
+            command.process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            raise _OverError(f"the run did not end within {END_S:.0f} s of being asked to", hang=True) from None
 
     def _until(self, command: Command, limit_s: float, what: str, done: Callable[[], bool]) -> None:
-        deadline = self._now + limit_s
-        while not done():
+        """Wait for what the job is to do, and see what has changed each time.
+
+        Raises:
+            _OverError: it was in vain, or the run has ended or stands still.
+        """
+
+        def looked() -> bool:
             self._look(command)
-            if self._now > deadline:
-                raise _Over(f"waited {limit_s:.0f} s in vain for {what}; {self._standing()}", hang=True)
+            return done()
+
+        try:
+            until(what, looked, limit_s)
+        except RunError as error:
+            raise _OverError(f"{error} {self._standing()}", hang=True) from None
 
     def _look(self, command: Command) -> None:
         """See what has changed; raise when the run has ended or stands still."""
-        time.sleep(POLL_S)
         job = self._watch.job()
         if command.process.poll() is not None:
             tail = " ".join(command.output().split()[-80:])
-            raise _Over(f"the run ended by itself with code {command.process.returncode}: {tail}", hang=False)
+            raise _OverError(f"the run ended by itself with code {command.process.returncode}: {tail}", hang=False)
         if not job:
             return
         self._job = job
@@ -163,7 +167,7 @@ class ChaosRun:
         if job["step"] != step:
             self._progress = (job["step"], self._now)
         elif self._now - since > (HANG_S if step else START_S):
-            raise _Over(f"no step was committed for {HANG_S:.0f} s; {self._standing()}", hang=True)
+            raise _OverError(f"no step was committed for {HANG_S:.0f} s; {self._standing()}", hang=True)
 
     def _standing(self) -> str:
         rows = self._job.get("devices", [])
@@ -187,6 +191,11 @@ class ChaosRun:
         return False
 
     # ---- strikes
+
+    def _all_struck(self) -> bool:
+        """Go on with the strikes; whether there are enough of them, or no more."""
+        self._turn()
+        return self._outcome.num_faults >= self._num_faults or (self._source.exhausted and not self._pending)
 
     def _turn(self) -> None:
         """Follow the strike that is under way, or begin the next when the job has got over the last."""
@@ -224,8 +233,7 @@ class ChaosRun:
         for event in strike.events:
             name = self._name()
             if event.event in BY_REQUEST:
-                action = BY_REQUEST[event.event]
-                post(self._run, name, "drain" if action == "drain" else "return", event.place)
+                post(self._run, name, BY_REQUEST[event.event], event.place)
                 asked[name] = event
             else:
                 post(self._run, name, "inject", event.place, event_to_json(event))
@@ -293,7 +301,7 @@ class ChaosRun:
             file.write(json.dumps(row) + "\n")
 
 
-class _Over(Exception):  # noqa: N818 - not an error of this program: the run under test has come to its end
+class _OverError(Exception):
     """The run cannot be driven on; `hang`: because it stands still."""
 
     def __init__(self, text: str, *, hang: bool):
