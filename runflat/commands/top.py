@@ -21,7 +21,7 @@ from rich.live import Live
 from runflat.elastic.requests import ask, is_running, read_devices
 from runflat.errors import ConfigError, RunflatError
 from runflat.report.run_files import RunData, RunFiles
-from runflat.report.terminal import Keys, press, screen
+from runflat.report.terminal import Keys, Wish, press, screen
 
 DESCRIPTION = """Watch a running job in a terminal: progress, tokens/s, goodput so far, devices and degrees, what is
 waited for, the last incidents.
@@ -88,10 +88,10 @@ def watch(run: Path, files: RunFiles, data: RunData, console: Console) -> tuple[
             data = files.poll() or data
 
 
-def _ask(run: Path, action: str, device: str) -> str:
+def _ask(run: Path, action: Wish, device: str) -> str:
     """What the controller says to a wish."""
     try:
-        return ask(run, "drain" if action == "drain" else "return", device, time.sleep)[1]
+        return ask(run, action, device, time.sleep)[1]
     except RunflatError as error:
         return str(error)
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from runflat.errors import ConfigError
 
@@ -74,8 +75,8 @@ def watched(watching: Watching, run: Path, say: Callable[[str], None]) -> Iterat
             from runflat.elastic.requests import ask
             from runflat.report.live import LivePage
 
-            def pass_on(action: str, device: str) -> tuple[bool, str]:
-                return ask(run, "drain" if action == "drain" else "return", device, time.sleep)
+            def pass_on(action: Literal["drain", "return"], device: str) -> tuple[bool, str]:
+                return ask(run, action, device, time.sleep)
 
             page = LivePage(run, watching.host, watching.page, watching.token, pass_on)
             stack.callback(page.close)

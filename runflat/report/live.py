@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from runflat.errors import ConfigError, RunflatError
@@ -25,7 +25,7 @@ POLL_S = 0.5
 MOST_BODY_BYTES = 4096
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
-Ask = Callable[[str, str], tuple[bool, str]]
+Ask = Callable[[Literal["drain", "return"], str], tuple[bool, str]]
 """(action, device) -> (done, the controller's answer)."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from rich.text import Text
 
@@ -25,12 +26,16 @@ SIGNS = {
 LEGEND = "■ trains  d leaves  s starts or waits  p no work  x lost  X out"
 
 
+Wish = Literal["drain", "return"]
+"""What may be asked of a device from here."""
+
+
 @dataclass(frozen=True)
 class Keys:
     """What has been typed: nothing (`watch`), a device's name (`name`), or a wish that waits for its yes (`sure`)."""
 
     mode: str = "watch"
-    action: str = ""
+    action: Wish = "drain"
     device: str = ""
 
     @property
@@ -43,7 +48,7 @@ class Keys:
         return "d drain a device   r return a device   q quit"
 
 
-def press(keys: Keys, key: str) -> tuple[Keys, tuple[str, str] | None, bool]:
+def press(keys: Keys, key: str) -> tuple[Keys, tuple[Wish, str] | None, bool]:
     """(keys afterwards, (action, device) that was confirmed, whether to quit) after one key."""
     if keys.mode == "watch":
         if key in ("d", "r"):

@@ -17,7 +17,7 @@ def probed(*, max_w: float = 1200.0, **reading: object) -> Probed:
     """One device at 960 W, with some fields changed."""
     facts = DeviceFacts(uuid="GPU-a", index=0, name="Fake", min_w=200.0, max_w=max_w, default_w=max_w)
     fields = {"limit_w": 960.0, "enforced_w": 960.0, "reasons": frozenset({"power-cap"})} | reading
-    return Probed(facts=facts, reading=Reading(**fields))  # type: ignore[arg-type]  # the fields are a test's own
+    return Probed(facts=facts, reading=Reading(**fields))
 
 
 @pytest.mark.parametrize(

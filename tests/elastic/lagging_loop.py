@@ -22,7 +22,7 @@ def train(session: Session) -> None:
             session.interrupt.rest(session.presence.generation, WAIT_S)
         return scalars
 
-    engine.barrier = barrier  # type: ignore[method-assign]  # the one way to hold a thread between two statements
+    engine.barrier = barrier  # the one way to hold a thread between two statements
     for step in session.steps():
         with step:
             for number, sample in enumerate(step.samples):

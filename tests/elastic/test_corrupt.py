@@ -23,7 +23,7 @@ class Victim:
         self.params = {name: nn.Parameter(torch.arange(1.0, 7.0, dtype=torch.float64)) for name in ("a", "b")}
         self.optimizer = torch.optim.AdamW(self.params.values())
         if stepped:
-            sum(param.sum() for param in self.params.values()).backward()  # type: ignore[union-attr]  # not empty
+            sum(param.sum() for param in self.params.values()).backward()
             self.optimizer.step()
 
     def bits(self) -> list[int]:

@@ -21,7 +21,7 @@ def steps(site: FakeSite, num: int) -> list[float]:
 
 def started(**wishes: object) -> FakeSite:
     """A site that has run for two steps with everybody there."""
-    site = FakeSite(**wishes)  # type: ignore[arg-type]  # a test's own names
+    site = FakeSite(**wishes)
     steps(site, 2)
     assert site.written == []
     return site

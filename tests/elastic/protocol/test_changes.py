@@ -264,7 +264,7 @@ def test_a_slow_device_leaves_if_that_was_asked_for(make_world: Callable[..., Wo
     world.launcher.slow["1:2"] = 3.0
     world.run_until(lambda: bool(world.state.standing(Standing.PARKED)))
     assert world.state.standing(Standing.PARKED) == ("1:2",)
-    assert [replica.tp for replica in world.state.plan.replicas] == [4, 3]  # type: ignore[union-attr]  # it has run
+    assert [replica.tp for replica in world.state.plan.replicas] == [4, 3]
     assert shares(world) == [5, 3]
     assert any("waits least for the others): the device leaves" in line.text for line in of(world, Say))
     assert sent(world, orders.Abort) == []

@@ -308,7 +308,7 @@ def test_a_stop_with_a_duration_is_woken_once(make_run: Callable[..., Run]) -> N
             woken.append((device, run.launcher.now))
 
     stop = Inject().stop("0:1", 3, duration_s=1.0).events[0]
-    run.launcher.signal = note  # type: ignore[method-assign]  # the fake is asked, not told, here
+    run.launcher.signal = note
     run.launcher.later(0.6, lambda: run.launcher.workers["0:1"].say(Struck, event=event_to_json(stop)))
     run()
     ((device, at),) = woken

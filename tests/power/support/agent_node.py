@@ -22,15 +22,14 @@ ROOT = Path(__file__).parents[3]
 HEALTHY = [960.0] * 3
 CEILING_W = 1150
 CONTROLLER = """
-import sys, time
+import select, sys
 from pathlib import Path
 from runflat.power.client import AgentClient, acquire, renew, set_limits
 client = AgentClient(Path(sys.argv[1]), timeout_s=20)
 lease = acquire(client, ["GPU-0", "GPU-1"], ttl_s=float(sys.argv[2])).lease
 print(set_limits(client, lease, {"GPU-0": 1100.0, "GPU-1": 1150.0}).type, flush=True)
-while True:
+while not select.select([sys.stdin], [], [], 0.1)[0]:
     renew(client, lease)
-    time.sleep(0.1)
 """
 
 
@@ -54,7 +53,12 @@ class AgentNode:
     def run(self, *arguments: str, ready: str) -> subprocess.Popen[str]:
         """Start Python with these arguments; returns when it has said `ready`."""
         process = subprocess.Popen(
-            [sys.executable, *arguments], env=self._env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            [sys.executable, *arguments],
+            env=self._env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         self._stack.enter_context(process)
         self._stack.callback(process.kill)
