@@ -353,28 +353,26 @@ class Boost:
     def record(self, plan: Plan) -> dict[str, Any]:
         """What a step's line in steps.jsonl says, in watts: per replica the highest limit and the draw, then of all.
 
-        Dead devices count with their last reading. Joules and seconds are totals so far.
+        `devices` has (limit, draw) of each one. Dead devices count with their last reading. Joules and seconds are
+        totals so far.
         """
+        uuids = self.setting.uuids
+        known = {name: self._samples[uuids[name]] for name in self._devices if uuids[name] in self._samples}
         replicas = {}
         for replica in plan.replicas:
-            found = self._known(name for name in replica.devices if name)
+            found = [known[name] for name in replica.devices if name in known]
             if found:
                 limit_w = max(sample.enforced_w for sample in found)
                 replicas[str(replica.replica)] = {"limit_w": limit_w, "draw_w": _draw_w(found)}
-        every = self._known(self._devices)
         budget_w = self.setting.limits.domain_budget_w
         return {
             "replicas": replicas,
-            "limit_w": sum(sample.enforced_w for sample in every),
-            "draw_w": _draw_w(every),
+            "devices": {name: (sample.enforced_w, sample.draw_w) for name, sample in known.items()},
+            "limit_w": sum(sample.enforced_w for sample in known.values()),
+            "draw_w": _draw_w(known.values()),
             "budget_w": budget_w and budget_w * self._planner.job.num_replicas,
             **vars(self.spent),
         }
-
-    def _known(self, names: Iterable[str]) -> list[Sample]:
-        """The last readings of those devices of which there are any."""
-        known = (self._samples.get(self.setting.uuids[name]) for name in names)
-        return [sample for sample in known if sample is not None]
 
     def summary(self) -> dict[str, Any]:
         """What summary.json says: the curve, what was spent, and for which incident (0: before the first)."""

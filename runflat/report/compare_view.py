@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from runflat.errors import DataError
-from runflat.report.chart import Bar, Bars, Figure, Line, Lines, people
+from runflat.report.chart import Figure, Line, Lines, people
 from runflat.report.run_figures import stair
 from runflat.report.run_files import RunData, read_run
-from runflat.report.sim_figures import color_of
+from runflat.report.sim_figures import color_of, goodput_bars
 from runflat.report.views import Table, Tile, View, read_result, source_of
 
 
@@ -53,26 +53,8 @@ def _tiles(rows: list[dict[str, Any]]) -> tuple[Tile, ...]:
 
 
 def _goodput(rows: list[dict[str, Any]]) -> Figure | None:
-    bars = tuple(
-        Bar(
-            label=str(row["strategies"]),
-            parts=(("goodput", float(row["goodput"])),),
-            note=people(float(row["goodput"]), "%"),
-        )
-        for row in rows
-        if row["goodput"] is not None
-    )
-    if not bars:
-        return None
-    return Bars(
-        key="goodput",
-        title="Goodput of each strategy",
-        says="Tokens committed, over those that all devices would have committed without failure.",
-        x_label="goodput",
-        unit="%",
-        bars=bars,
-        colors=(("goodput", "green"),),
-    )
+    known = [(str(row["strategies"]), float(row["goodput"])) for row in rows if row["goodput"] is not None]
+    return goodput_bars((chain, goodput, people(goodput, "%")) for chain, goodput in known)
 
 
 def _speed(chains: list[str], runs: list[RunData]) -> Figure | None:

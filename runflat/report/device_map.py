@@ -7,10 +7,11 @@ what changed since the frame before, so that thousands of devices over thousands
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from runflat.report.records import Happening, PlanView
+from runflat.report.records import Happening, PlanView, Step
 from runflat.report.run_files import RunData
 
 STATES = {
@@ -27,13 +28,15 @@ UNIT_WORDS = {"head": "heads", "ffn": "FFN blocks", "vocab": "vocabulary blocks"
 """Kinds of unit, in the plural."""
 SMALL = 96
 """Up to so many devices, cells have room for words."""
+LEAST_CHANGE = 0.005
+"""A limit that has changed by less is not worth a frame."""
 STATE_AFTER = {"fail": "lost", "kill": "lost", "return": "standby", "drain": "draining"}
 """What an event makes of its device."""
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What a cell shows: state, place in the plan, units held, power limit relative to nominal."""
+    """What a cell shows: state, place in the plan, units held, power limit and draw."""
 
     state: str
     place: str = ""
@@ -59,11 +62,30 @@ class DeviceMap:
     blocks: tuple[tuple[str, tuple[str, ...]], ...]
     """(name, devices) of each block."""
     frames: tuple[Frame, ...]
+    has_power: bool = False
+    """Whether power is told of devices, now or later."""
 
     @property
     def devices(self) -> tuple[str, ...]:
         """All devices, in the order of the cells."""
         return tuple(device for _, devices in self.blocks for device in devices)
+
+
+@dataclass(slots=True)
+class _Reading:
+    """Power of a device: the first limit that was read of it, the newest one, the one last shown; the draw."""
+
+    nominal_w: float
+    limit_w: float
+    shown_w: float
+    draw_w: float | None
+
+    @property
+    def words(self) -> str:
+        """For people; ▲ and ▼ mark a limit that is not the first."""
+        sign = "▲" if self.limit_w > self.nominal_w else "▼" if self.limit_w < self.nominal_w else ""
+        draw = "" if self.draw_w is None else f" · draws {self.draw_w:.0f} W"
+        return f"{sign}{self.limit_w:.0f} W limit{draw}"
 
 
 @dataclass
@@ -76,6 +98,7 @@ class _Drawing:
     plan: PlanView | None = None
     held: dict[str, tuple[str, str]] = field(default_factory=dict)
     frames: list[Frame] = field(default_factory=list)
+    _power: dict[str, _Reading] = field(default_factory=dict)
     _looks: dict[str, Look] = field(default_factory=dict)
     _words: dict[int, str] = field(default_factory=dict)
 
@@ -95,12 +118,28 @@ class _Drawing:
             elif state is None:
                 self.states[device] = "lost"
 
+    def read(self, step: Step) -> None:
+        """Take in the power of a step; where limits have changed since they were shown, that is a frame."""
+        changed = []
+        for device, limit_w, draw_w in step.power.devices if step.power else ():
+            if device not in self.cells:
+                continue
+            known = self._power.setdefault(device, _Reading(limit_w, limit_w, limit_w, draw_w))
+            known.limit_w, known.draw_w = limit_w, draw_w
+            if abs(limit_w - known.shown_w) > LEAST_CHANGE * known.shown_w:
+                known.shown_w = limit_w
+                changed.append(device)
+        if changed:
+            shown = ", ".join(changed[:8]) + (" and others" if len(changed) > 8 else "")
+            self.frame(step.time_s, f"power limits of {shown} change", changed)
+
     def frame(self, time_s: float, label: str, touched: Iterable[str]) -> None:
         """Add a frame with what changed of the `touched` devices, and of the blocks."""
         cells = []
         for device in touched:
             place, units = self.held.get(device, ("", ""))
-            look = Look(self.states.get(device, "starting"), place if place != device else "", units)
+            state, power = self.states.get(device, "starting"), self._power.get(device)
+            look = Look(state, place if place != device else "", units, power.words if power else "")
             if self._looks.get(device) != look:
                 self._looks[device] = look
                 cells.append((self.cells[device], look))
@@ -178,13 +217,19 @@ def device_map(data: RunData) -> DeviceMap | None:
     num_blocks = sum(name.startswith("replica ") for name, _ in blocks)
     drawing = _Drawing(tuple(device for _, devices in blocks for device in devices), num_blocks)
     drawing.frame(0.0, "the run starts", drawing.devices)
+    readings = deque(step for step in data.steps if step.power is not None and step.power.devices)
+    has_power = bool(readings) or data.steers_power
     for happening in data.happenings:
+        while readings and readings[0].time_s <= happening.time_s:
+            drawing.read(readings.popleft())
         drawing.frame(happening.time_s, _label(happening), _apply(drawing, happening, data.plans))
+    for step in readings:
+        drawing.read(step)
     if data.devices:
         for row in data.device_rows:
             drawing.states[str(row.get("device"))] = str(row.get("state"))
         drawing.frame(data.wall_s, "the end" if data.devices.get("finished") else "now", drawing.devices)
-    return DeviceMap(blocks=blocks, frames=tuple(drawing.frames))
+    return DeviceMap(blocks=blocks, frames=tuple(drawing.frames), has_power=has_power)
 
 
 def _apply(drawing: _Drawing, happening: Happening, plans: Mapping[int, PlanView]) -> Iterable[str]:

@@ -23,6 +23,8 @@ class Sizes:
 
 
 ROOMY = Sizes(74, 46, 5, 24, 18)
+POWERED = Sizes(74, 60, 5, 24, 18)
+"""Roomy cells with a third line, for power."""
 DENSE = Sizes(9, 9, 1.5, 14, 10)
 
 
@@ -44,7 +46,7 @@ def place_blocks(counts: Sequence[int], heads: Sequence[float], sizes: Sizes, wi
     step_x, step_y = sizes.cell_width + sizes.gap, sizes.cell_height + sizes.gap
     for count, head in zip(counts, heads, strict=True):
         most = max(int((width + sizes.gap) // step_x), 1)
-        per_row = min(count, most, 8) if sizes is ROOMY else min(max(math.ceil(math.sqrt(count * 1.6)), 1), most)
+        per_row = min(max(math.ceil(math.sqrt(count * 1.6)), 1), most) if sizes is DENSE else min(count, most, 8)
         wide = max(per_row * step_x - sizes.gap, head)
         high = sizes.head + math.ceil(count / per_row) * step_y - sizes.gap
         if x and x + wide > width:
@@ -58,8 +60,8 @@ def place_blocks(counts: Sequence[int], heads: Sequence[float], sizes: Sizes, wi
 def draw_map(found: DeviceMap, number: int, width: int) -> str:
     """Frame `number` of the map as an SVG element."""
     looks, words = at_frame(found, number)
-    sizes = ROOMY if len(found.devices) <= SMALL else DENSE
-    size = 12 if sizes is ROOMY else 9
+    sizes = DENSE if len(found.devices) > SMALL else POWERED if found.has_power else ROOMY
+    size = 9 if sizes is DENSE else 12
     titles = [_title(name, text, sizes) for (name, _), text in zip(found.blocks, words, strict=True)]
     heads = [
         max(text_width(title, size), text_width(name + " TP 88/88", size)) + 2
@@ -70,7 +72,7 @@ def draw_map(found: DeviceMap, number: int, width: int) -> str:
     body = []
     cell = 0
     for index, ((_, devices), box) in enumerate(zip(found.blocks, boxes, strict=True)):
-        css = "lab" if sizes is ROOMY else "tiny"
+        css = "tiny" if sizes is DENSE else "lab"
         css += " head hit" if is_reduced(words[index]) else " head"
         y = box.y + sizes.head - (6 if sizes is DENSE else 8)
         head = f'<text x="{box.x + 2:.1f}" y="{y:.1f}" class="{css}" data-b="{index}">'
@@ -90,7 +92,7 @@ def draw_map(found: DeviceMap, number: int, width: int) -> str:
 
 
 def _title(name: str, words: str, sizes: Sizes) -> str:
-    if sizes is ROOMY:
+    if sizes is not DENSE:
         return f"{name} · {words}" if words else name
     return f"{name.replace('replica ', 'r')} {words.partition(' · ')[0].replace(' of ', '/')}".strip()
 
@@ -99,18 +101,27 @@ def _cell(index: int, device: str, look: Look, x: float, y: float, sizes: Sizes)
     letter = STATES.get(look.state, ("O", ""))[0]
     rect = (
         f'<rect x="{x:.1f}" y="{y:.1f}" width="{sizes.cell_width:g}" height="{sizes.cell_height:g}" '
-        f'rx="{5 if sizes is ROOMY else 1.5}" class="cell m-{letter}" data-c="{index}"/>'
+        f'rx="{1.5 if sizes is DENSE else 5}" class="cell m-{letter}" data-c="{index}"/>'
     )
     if sizes is DENSE:
         return rect
     middle = x + sizes.cell_width / 2
+    power = (
+        f'<text x="{middle:.1f}" y="{y + 51:.1f}" text-anchor="middle" class="tiny t-{letter}" data-p="{index}">'
+        f"{escape(limit_words(look))}</text>"
+    )
     return (
-        f"{rect}"
+        f"{rect}{power if sizes is POWERED else ''}"
         f'<text x="{middle:.1f}" y="{y + 19:.1f}" text-anchor="middle" class="id t-{letter}" data-c="{index}">'
         f"{escape(device)}</text>"
         f'<text x="{middle:.1f}" y="{y + 36:.1f}" text-anchor="middle" class="tiny t-{letter}" data-u="{index}">'
         f"{escape(cell_words(look))}</text>"
     )
+
+
+def limit_words(look: Look) -> str:
+    """What stands in a cell of its power: the limit."""
+    return look.power.partition(" limit")[0]
 
 
 def cell_words(look: Look) -> str:

@@ -56,6 +56,7 @@ class DrawnMap:
     narrow: Markup
     last: int
     shown: int
+    has_power: bool
     legend: list[tuple[str, str]]
     frames: Markup
     devices: Markup
@@ -105,6 +106,7 @@ def draw_device_map(found: DeviceMap, shown: int) -> DrawnMap:
         narrow=Markup(draw_map(found, shown, NARROW)),
         last=len(found.frames) - 1,
         shown=shown,
+        has_power=found.has_power,
         legend=[(color, CELL_WORDS[letter]) for letter, (color, _) in CELLS.items()],
         frames=safe_json(map_json(found)),
         devices=safe_json(json.dumps(found.devices)),

@@ -26,6 +26,8 @@ class Power:
     draw_w: float | None
     limit_w: float | None
     budget_w: float | None
+    devices: tuple[tuple[str, float, float | None], ...] = ()
+    """(device, limit, draw) of each one that is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,8 +187,24 @@ def _power(row: Row) -> Power | None:
     if not isinstance(values, Mapping):
         return None
     return Power(
-        draw_w=number(values, "draw_w"), limit_w=number(values, "limit_w"), budget_w=number(values, "budget_w")
+        draw_w=number(values, "draw_w"),
+        limit_w=number(values, "limit_w"),
+        budget_w=number(values, "budget_w"),
+        devices=_device_power(values.get("devices") or {}),
     )
+
+
+def _device_power(value: object) -> tuple[tuple[str, float, float | None], ...]:
+    """The object of device -> [limit, draw]."""
+    if not isinstance(value, Mapping):
+        raise BadRowError("power of devices is no object")
+    found = []
+    for device, pair in value.items():
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise BadRowError(f"power of {device} is no pair of limit and draw")
+        limits = dict(zip(("limit", "draw"), pair, strict=True))
+        found.append((str(device), needed(limits, "limit"), number(limits, "draw")))
+    return tuple(found)
 
 
 def incident_row(row: Row) -> IncidentRow:

@@ -66,6 +66,12 @@ class RunData:
         return self.config.get("devices") == "emulated" or bool(self.summary.get("emulated"))
 
     @property
+    def steers_power(self) -> bool:
+        """Whether the configuration asks for power to be steered, so that steps will tell of it."""
+        power = self.config.get("power")
+        return bool(self.config.get("boost")) or (isinstance(power, Mapping) and bool(power.get("save")))
+
+    @property
     def total_steps(self) -> int | None:
         """Steps that the run is to do."""
         train = self.config.get("train")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from runflat.cluster.ledger import Category
@@ -39,28 +39,31 @@ def simulation_figures(data: Result) -> list[Figure]:
     return [figure for figure in figures if figure is not None]
 
 
-def _goodput(rows: Sequence[Result]) -> Figure:
-    """Goodput that each strategy loses, with the spread over draws in words."""
-    bars = []
-    for row in rows:
-        band = row["goodput"]
-        bars.append(
-            Bar(
-                label=str(row["candidate"]),
-                parts=(("goodput", float(band["mean"])),),
-                note=f"{people(band['mean'], '%')}  ({people(band['p5'], '%')} to {people(band['p95'], '%')})",
-            )
-        )
+def goodput_bars(rows: Iterable[tuple[str, float, str]], says: str = "") -> Figure | None:
+    """(strategy, goodput, note) as bars; `says` is added to what goodput is. None where there is no strategy."""
+    bars = tuple(Bar(label=label, parts=(("goodput", goodput),), note=note) for label, goodput, note in rows)
+    if not bars:
+        return None
     return Bars(
         key="goodput",
         title="Goodput of each strategy",
-        says="Tokens committed, over those that all devices held (spares too) would have committed without failure; "
-        "in brackets 5 to 95 % of draws.",
+        says="Tokens committed, over those that all devices held (spares too) would have committed without failure"
+        + (f"; {says}." if says else "."),
         x_label="goodput",
         unit="%",
-        bars=tuple(bars),
+        bars=bars,
         colors=(("goodput", "green"),),
     )
+
+
+def _goodput(rows: Sequence[Result]) -> Figure | None:
+    """Goodput of each strategy, with the spread over draws in words."""
+    found = []
+    for row in rows:
+        band = row["goodput"]
+        note = f"{people(band['mean'], '%')}  ({people(band['p5'], '%')} to {people(band['p95'], '%')})"
+        found.append((str(row["candidate"]), float(band["mean"]), note))
+    return goodput_bars(found, "in brackets 5 to 95 % of draws")
 
 
 def _throughput(rows: Sequence[Result]) -> Figure | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -26,6 +26,8 @@ SIGNS = {
 LEGEND = "■ trains  d leaves  s starts or waits  p no work  x lost  X out"
 
 
+Watts = tuple[float, float | None]
+"""(limit, draw) of a device."""
 Wish = Literal["drain", "return"]
 """What may be asked of a device from here."""
 
@@ -117,8 +119,11 @@ def device_lines(data: RunData, width: int, most: int) -> list[Text]:
         name = str(row.get("device"))
         replica, colon, _ = name.partition(":")
         groups.setdefault(replica if colon else "spares", []).append((name, str(row.get("state"))))
+    newest = data.steps[-1].power if data.steps else None
+    power = {device: (limit_w, draw_w) for device, limit_w, draw_w in newest.devices} if newest else {}
     lines = [
-        (_line(name, rows, plan, width), all(state == "active" for _, state in rows)) for name, rows in groups.items()
+        (_line(name, rows, plan, width, power), all(state == "active" for _, state in rows))
+        for name, rows in groups.items()
     ]
     if len(lines) <= most:
         return [line for line, _ in lines]
@@ -131,7 +136,9 @@ def _plan(data: RunData) -> PlanView | None:
     return data.plans.get(generation) if isinstance(generation, int) else None
 
 
-def _line(name: str, rows: Sequence[tuple[str, str]], plan: PlanView | None, width: int) -> Text:
+def _line(
+    name: str, rows: Sequence[tuple[str, str]], plan: PlanView | None, width: int, power: Mapping[str, Watts]
+) -> Text:
     head = "spares" if name == "spares" else f"replica {name}"
     found = next((one for one in plan.replicas if str(one.replica) == name), None) if plan else None
     degree = f"TP {found.degree}/{plan.tp_full}" if found and plan else ""
@@ -145,7 +152,21 @@ def _line(name: str, rows: Sequence[tuple[str, str]], plan: PlanView | None, wid
     missing = [device for device, state in rows if state not in ("active", "draining")]
     if missing:
         line.append("  " + ", ".join(f"{device} {dict(rows)[device]}" for device in missing[:3]))
-    return line
+    return line.append(_watts([power.get(device) for device, _ in rows], width - line.cell_len))
+
+
+def _watts(power: Sequence[Watts | None], room: int) -> str:
+    """Limit and draw of each device, in watts, or of all together where there is no room; empty if none is known."""
+    known = [pair for pair in power if pair is not None]
+    if not known:
+        return ""
+    each = " ".join("-" if pair is None else "/".join("?" if w is None else f"{w:.0f}" for w in pair) for pair in power)
+    limits_w, draws_w = zip(*known, strict=True)
+    low, high = min(limits_w), max(limits_w)
+    span = f"{low:.0f}" if low == high else f"{low:.0f} to {high:.0f}"
+    drawn = [draw_w for draw_w in draws_w if draw_w is not None]
+    whole = f"limits {span} W" + (f", {sum(drawn):.0f} W drawn" if drawn else "")
+    return next((words for words in (f"  W: {each}", f"  {whole}") if len(words) <= room), "")
 
 
 def _incidents(data: RunData) -> list[Text]:

@@ -3,8 +3,8 @@
   const parse = (text) => (text.match(/[\d.]+/g) || []).map(Number);
   const light = (rgb) => { const [r, g, b] = rgb.map((v) => { v /= 255; return v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4; }); return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
   const behind = (node) => {
-    if (node instanceof SVGElement && node.dataset.c !== undefined || node.dataset?.u !== undefined) {
-      const rect = node.closest("svg").querySelector(`rect[data-c="${node.dataset.c ?? node.dataset.u}"]`);
+    if (node instanceof SVGElement && node.dataset.c !== undefined || node.dataset?.u !== undefined || node.dataset?.p !== undefined) {
+      const rect = node.closest("svg").querySelector(`rect[data-c="${node.dataset.c ?? node.dataset.u ?? node.dataset.p}"]`);
       return parse(getComputedStyle(rect).fill);
     }
     for (let one = node; one; one = one.parentElement) {

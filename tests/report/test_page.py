@@ -75,6 +75,10 @@ def test_keys_reach_everything(browser: Any, tmp_path: Path, run_folder: Path, r
     assert browser.eval("document.querySelectorAll('#v1-map .wide rect.m-L').length") == 0
     browser.key("Home")
     assert browser.eval("document.querySelectorAll('#v1-map .wide .m-A').length") == 0
+    browser.eval("document.querySelector('#v1-map .plot').focus()")
+    for _ in range(3):
+        browser.key("ArrowRight")
+    assert browser.eval("document.querySelector('#v1-map .cellinfo').textContent") == "1:0: starting"
     browser.eval("document.querySelector('#v1-loss .plot').focus()")
     browser.key("End")
     assert browser.eval("document.querySelector('#v1-loss .tip').textContent") == "step: 9\nloss: 3.2"

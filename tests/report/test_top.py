@@ -165,6 +165,32 @@ def test_keys(typed: str, wish: tuple[str, str] | None) -> None:
     assert press(Keys(), "q")[2]
 
 
+def with_power(run: Path, devices: dict[str, list[float | None]]) -> None:
+    """Put the power of devices into the newest step."""
+    rows = (run / "steps.jsonl").read_text().splitlines()
+    last = json.loads(rows[-1]) | {"power": {"limit_w": 1.0, "draw_w": None, "devices": devices}}
+    (run / "steps.jsonl").write_text("\n".join([*rows[:-1], json.dumps(last)]) + "\n")
+
+
+def test_power_of_each_device_stands_beside_it(running: Path) -> None:
+    """Catches power that is not shown, or that of another device."""
+    with_power(running, {"0:0": [1000.0, 950.0], "0:1": [1000.0, None], "1:0": [1333.4, 1290.0]})
+    shown = screen(read_run(running), "running", "keys", 80, 24).plain
+    assert "■ ■   W: 1000/950 1000/?\n" in shown
+    assert "■ ■   W: 1333/1290 -\n" in shown
+
+
+def test_power_of_many_devices_is_added_up(running: Path) -> None:
+    """Catches power that is pushed past the edge of the screen instead."""
+    with_power(running, {f"1:{slot}": [1000.0 + slot, 900.0] for slot in range(12)})
+    devices = json.loads((running / "devices.json").read_text())
+    rows = [{"device": f"1:{slot}", "state": "active"} for slot in range(12)]
+    (running / "devices.json").write_text(json.dumps({**devices, "devices": rows}))
+    shown = screen(read_run(running), "running", "keys", 90, 24).plain
+    assert "limits 1000 to 1011 W, 10800 W drawn\n" in shown
+    assert "W" not in screen(read_run(running), "running", "keys", 60, 24).plain
+
+
 def test_thousands_of_devices_fit(running: Path) -> None:
     """Catches a screen of 4,096 devices that is longer than the terminal, or hides the hurt replica."""
     rows = [

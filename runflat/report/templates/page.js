@@ -171,8 +171,10 @@
     map.rects = map.names.map(() => []);
     map.ids = map.names.map(() => []);
     map.units = map.names.map(() => []);
+    map.powers = map.names.map(() => []);
     for (const node of $$("[data-c]", card)) (node.tagName === "rect" ? map.rects : map.ids)[node.dataset.c].push(node);
     for (const node of $$("[data-u]", card)) map.units[node.dataset.u].push(node);
+    for (const node of $$("[data-p]", card)) map.powers[node.dataset.p].push(node);
     map.heads = {};
     for (const node of $$("[data-b]", card)) (map.heads[node.dataset.b] ||= []).push(node);
     map.blockNames = JSON.parse($("script.blocks", card).textContent);
@@ -180,12 +182,16 @@
     return map;
   };
   const paint = (map, index, look) => {
-    const [letter, state, , units] = map.looks[look];
+    const [letter, state, , units, power] = map.looks[look];
     for (const rect of map.rects[index] || []) rect.setAttribute("class", `cell m-${letter}`);
     for (const id of map.ids[index] || []) id.setAttribute("class", `id t-${letter}`);
     for (const text of map.units[index] || []) {
       text.setAttribute("class", `tiny t-${letter}`);
       text.textContent = state === "active" ? units.split(",")[0] || state : state;
+    }
+    for (const text of map.powers[index] || []) {
+      text.setAttribute("class", `tiny t-${letter}`);
+      text.textContent = power.split(" limit")[0];
     }
   };
   const title = (map, block, words) => {
@@ -224,6 +230,7 @@
     if (!look) return;
     const place = look[PLACE] ? `, at ${look[PLACE]}` : "";
     const power = look[POWER] ? `, ${look[POWER]}` : "";
+    map.told = index;
     $(".cellinfo", map.card).textContent = `${map.names[index]}: ${look[STATE]}${place}${look[UNITS] ? `, holds ${look[UNITS]}` : ""}${power}`;
   };
   const startMap = (card) => {
@@ -238,8 +245,15 @@
       });
     }
     $(".plot", card).addEventListener("pointerover", (event) => {
-      const index = event.target.dataset.c ?? event.target.dataset.u;
+      const index = event.target.dataset.c ?? event.target.dataset.u ?? event.target.dataset.p;
       if (index !== undefined) tell(map, Number(index));
+    });
+    $(".plot", card).addEventListener("keydown", (event) => {
+      const last = map.names.length - 1, now = map.told ?? -1;
+      const index = { ArrowRight: now + 1, ArrowDown: now + 1, ArrowLeft: now - 1, ArrowUp: now - 1, Home: 0, End: last }[event.key];
+      if (index === undefined) return;
+      event.preventDefault();
+      tell(map, Math.min(Math.max(index, 0), last));
     });
     seek(map, Number(slider.value));
   };

@@ -209,6 +209,10 @@ def test_power_alone_hides_a_loss_within_fifteen_steps(tmp_path: Path, facts: di
     assert power["by_incident"]["1"]["extra_j"] == power["extra_j"] > 0
     assert rows[-1]["power"]["replicas"]["1"]["limit_w"] > 1200
     assert rows[-1]["power"]["replicas"]["0"]["limit_w"] == NOMINAL_W
+    devices = rows[-1]["power"]["devices"]
+    assert set(devices) == set(job.boost.setting.uuids)
+    assert sum(limit_w for limit_w, _ in devices.values()) == rows[-1]["power"]["limit_w"]
+    assert max(limit_w for name, (limit_w, _) in devices.items() if name[0] == "1") > 1200
 
 
 def test_what_power_leaves_goes_into_the_split(tmp_path: Path) -> None:
