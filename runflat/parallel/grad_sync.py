@@ -11,64 +11,16 @@ Kinds of tensor here
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from runflat.parallel.buckets import Copy, Exchange, LocalBucket
 from runflat.parallel.comms import Comms, Group
 from runflat.plan.plan import Place, Plan
-from runflat.plan.sync_groups import Bucket, Entry, Members, SyncLayout
-from runflat.plan.units import ModelSpec, ParamSpec, Range, merge_ranges, shard_pieces
-
-
-@dataclass
-class _Copy:
-    """An entry whose gradient is not a view: the ranges of the local shard's partitioned dim that it covers."""
-
-    grad: torch.Tensor
-    dim: int
-    ranges: tuple[Range, ...]
-    flat: torch.Tensor
-
-    def pack(self) -> None:
-        parts = [self.grad.narrow(self.dim, start, stop - start) for start, stop in self.ranges]
-        self.flat.copy_(torch.cat(parts, dim=self.dim).reshape(-1))
-
-    def unpack(self) -> None:
-        shape = list(self.grad.shape)
-        shape[self.dim] = sum(stop - start for start, stop in self.ranges)
-        source = self.flat.view(shape)
-        position = 0
-        for start, stop in self.ranges:
-            self.grad.narrow(self.dim, start, stop - start).copy_(source.narrow(self.dim, position, stop - start))
-            position += stop - start
-
-
-class _LocalBucket:
-    """One bucket on this device: its flat buffer and which parameters still owe it a gradient."""
-
-    def __init__(self, bucket: Bucket, place: Place, group: Group | None, flat: torch.Tensor):
-        self.members: Members = bucket.members
-        self.rank = bucket.members.index(place)
-        self.group = group
-        self.flat = flat
-        self.copies: list[_Copy] = []
-        self.params = {entry.param for entry in bucket.entries}
-        self.missing: set[str] = set()
-        self.work: Any = None
-
-    def launch(self) -> None:
-        for copy in self.copies:
-            copy.pack()
-        if self.group is not None:
-            self.work = self.group.launch_all_reduce(self.flat)
-
-    def finish(self) -> None:
-        for copy in self.copies:
-            copy.unpack()
-        self.work = None
+from runflat.plan.sync_groups import Bucket, Entry, SyncLayout
+from runflat.plan.units import ModelSpec, ParamSpec, merge_ranges, shard_pieces
 
 
 class GradSync:
@@ -113,17 +65,17 @@ class GradSync:
 
     # ---- set-up
 
-    def _local(self, bucket: Bucket, place: Place, group: Group | None) -> _LocalBucket:
-        return _LocalBucket(bucket, place, group, self._new(bucket.numel))
+    def _local(self, bucket: Bucket, place: Place, group: Group | None) -> LocalBucket:
+        return LocalBucket(bucket, place, group, self._new(bucket.numel))
 
-    def _replicated_bucket(self, layout: SyncLayout, plan: Plan, place: Place) -> _LocalBucket:
+    def _replicated_bucket(self, layout: SyncLayout, plan: Plan, place: Place) -> LocalBucket:
         entries = tuple(Entry(name, 0, (), self._specs[name].numel) for name in layout.replicated)
         bucket = Bucket(-1, plan.places, entries)
         return self._local(bucket, place, self._comms.world)
 
     def _bind(self, layout: SyncLayout, place: Place) -> None:
         """Make each gradient a view of its bucket where possible, else a tensor of its own with copies."""
-        carried: dict[str, list[tuple[_LocalBucket, int, Entry]]] = {name: [] for name in self._params}
+        carried: dict[str, list[tuple[LocalBucket, int, Entry]]] = {name: [] for name in self._params}
         pairs = list(zip(layout.of(place), self._buckets, strict=True))
         pairs += [(bucket, local) for bucket, local in self._exchange if local is not None]
         for bucket, local in pairs:
@@ -140,7 +92,7 @@ class GradSync:
             if places:
                 self._bind_param(self._specs[name], places)
 
-    def _bind_param(self, spec: ParamSpec, places: list[tuple[_LocalBucket, int, Entry]]) -> None:
+    def _bind_param(self, spec: ParamSpec, places: list[tuple[LocalBucket, int, Entry]]) -> None:
         param = self._params[spec.name]
         assert spec.dim is not None
         first, offset, _ = places[0]
@@ -155,7 +107,7 @@ class GradSync:
             ranges = merge_ranges(
                 (piece.start, piece.stop) for piece in pieces if piece.segment == entry.segment and piece.unit in units
             )
-            local.copies.append(_Copy(param.grad, spec.dim, ranges, local.flat[offset : offset + entry.numel]))
+            local.copies.append(Copy(param.grad, spec.dim, ranges, local.flat[offset : offset + entry.numel]))
 
     def _hook(self, name: str) -> Any:
         waiting = [bucket for bucket in self._all_local() if name in bucket.params]
@@ -168,7 +120,7 @@ class GradSync:
 
         return ready
 
-    def _all_local(self) -> list[_LocalBucket]:
+    def _all_local(self) -> list[LocalBucket]:
         exchanged = [local for _, local in self._exchange if local is not None]
         return [*self._buckets, self._replicated, *exchanged]
 
@@ -229,13 +181,13 @@ class GradSync:
             bucket.finish()
         self._armed = False
 
-    def _launch_exchange(self) -> _Exchange | None:
+    def _launch_exchange(self) -> Exchange | None:
         if not self._exchange:
             return None
         for _, local in self._exchange:
             if local is not None:
                 local.launch()
-        return _Exchange(self._exchange, self._place, self._comms.world, self._new)
+        return Exchange(self._exchange, self._place, self._comms.world, self._new)
 
     def squared_norm(self) -> torch.Tensor:
         """This device's part of the squared norm of the summed gradient, float64 scalar.
@@ -254,37 +206,3 @@ class GradSync:
         """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
-
-
-class _Exchange:
-    """All small groups at once: every member sends its flat buffer to every other, and all add in member order."""
-
-    def __init__(self, buckets: list[tuple[Bucket, _LocalBucket | None]], place: Place, world: Group, new: Any) -> None:
-        self._mine = [local for _, local in buckets if local is not None]
-        self._place = place
-        self._members = world.members
-        parts: dict[Place, list[_LocalBucket]] = {
-            peer: [local for local in self._mine if peer in local.members and peer != place] for peer in world.members
-        }
-        self._parts = parts
-        counts = [sum(local.flat.numel() for local in parts[peer]) for peer in world.members]
-        outgoing = [local.flat for peer in world.members for local in parts[peer]]
-        source = torch.cat(outgoing) if outgoing else new(0)
-        self._received = new(sum(counts))
-        self.work = world.launch_all_to_all(self._received, source, counts, counts)
-
-    def add_up(self) -> None:
-        """Sum own and received buffers in member order: the same order, and so the same bits, on every holder."""
-        position = 0
-        received: dict[tuple[Place, int], torch.Tensor] = {}
-        for peer in self._members:
-            for local in self._parts[peer]:
-                received[peer, id(local)] = self._received[position : position + local.flat.numel()]
-                position += local.flat.numel()
-        for local in self._mine:
-            own = local.flat.clone()
-            addends = [own if peer == self._place else received[peer, id(local)] for peer in local.members]
-            total = addends[0].clone()
-            for addend in addends[1:]:
-                total += addend
-            local.flat.copy_(total)

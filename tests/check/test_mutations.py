@@ -17,7 +17,7 @@ from transformers import AttentionInterface
 from runflat.check import verify as verify_module
 from runflat.check.small import proof_config, small_batch
 from runflat.check.verify import TOLERANCE, Case, Errors
-from runflat.parallel import grad_sync, layers, loss, shard
+from runflat.parallel import buckets, grad_sync, layers, loss, shard
 from runflat.plan.units import ModelSpec, ParamSpec, Range, param_ranges
 
 Check = Callable[..., Errors]
@@ -52,16 +52,16 @@ def swap_gate_and_up(patch: Patch) -> None:
 
 def copy_kv_without_sum(patch: Patch) -> None:
     """Of several holders of a KV head in one replica only the first contributes its gradient; all get the result."""
-    real = grad_sync._LocalBucket.launch
+    real = buckets.LocalBucket.launch
 
-    def mutated(self: grad_sync._LocalBucket) -> None:
+    def mutated(self: buckets.LocalBucket) -> None:
         me = self.members[self.rank]
         if self.copies and any(place < me for place in self.members if place[0] == me[0]):
             for copy in self.copies:
                 copy.grad.zero_()
         real(self)
 
-    patch.setattr(grad_sync._LocalBucket, "launch", mutated)
+    patch.setattr(buckets.LocalBucket, "launch", mutated)
 
 
 def count_replicated_twice(patch: Patch) -> None:
