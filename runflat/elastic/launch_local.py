@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import selectors
 import signal
-import socket
 import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
@@ -16,6 +15,7 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
+from runflat.elastic.endpoint import listen
 from runflat.elastic.messages import Exited, Message, parse_message
 from runflat.elastic.orders import Order
 from runflat.elastic.worker_process import worker_process
@@ -27,12 +27,10 @@ END_TIMEOUT_S = 10.0
 """Longest wait for a process whose channel has ended, or that was killed."""
 
 
-def open_store(host: str = LOOPBACK) -> tuple[TCPStore, int]:
-    """The store at which workers meet, and its port; it listens on `host` only."""
-    listener = socket.socket()
-    listener.bind((host, 0))
-    listener.listen()
-    port: int = listener.getsockname()[1]
+def open_store(host: str = LOOPBACK, port: int = 0) -> tuple[TCPStore, int]:
+    """The store at which workers meet, and its port (0: any free one); it listens at the address `host` only."""
+    listener = listen(host, port)
+    port = listener.getsockname()[1]
     # The store takes over the listening socket: by itself it would listen on all interfaces.
     store = TCPStore(
         host,

@@ -8,10 +8,13 @@ import socket
 import threading
 from collections.abc import Callable
 
+from runflat.elastic.endpoint import listen
 from runflat.elastic.frames import MAX_HELLO_BYTES, Connection, FeedError, Hello, Refused, Welcome, inode
 from runflat.elastic.side_thread import start_thread
 
 JOIN_S = 5.0
+MAX_SERVED = 256
+"""Connections at a time; further ones are closed at once, so that strangers cannot use up threads and descriptors."""
 _POLL_S = 1.0  # where shutting a listening socket does not wake its thread
 
 
@@ -43,7 +46,7 @@ class Listener:
         self._lock = threading.Lock()
         self._served: dict[threading.Thread, Connection] = {}
         self._closed = False
-        self._listener = socket.create_server((host, 0))
+        self._listener = listen(host)
         self._listener.settimeout(_POLL_S)
         exempt(inode(self._listener))
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
@@ -63,6 +66,9 @@ class Listener:
                 thread = threading.Thread(target=self._take, args=(connection,), name=self._name, daemon=True)
                 with self._lock:
                     self._served = {serving: kept for serving, kept in self._served.items() if serving.is_alive()}
+                    if len(self._served) >= MAX_SERVED:
+                        connection.close()
+                        continue
                     self._served[thread] = connection
                     thread.start()
 

@@ -208,6 +208,6 @@ def parsed(adapter: TypeAdapter[_T], text: bytes, who: str) -> _T:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         reason = f"{where}: {first['msg']}" if where else first["msg"]
-    except ValueError as error:  # not JSON, or not text
+    except (ValueError, RecursionError) as error:  # not JSON, not text, or nested without end
         reason = str(error)
     raise RunError(f"{who} what is no message of this version ({reason}): {text[:200]!r}.")
