@@ -71,21 +71,32 @@ class Planner:
             live: devices that can work.
             previous: the decision in force.
             too_low: no degree up to this one fits in memory.
-            slow: replicas that take longer than their degree says, and how many times.
+            slow: replicas that take longer than their degree says, and how many times. It may pass, and what a replica
+                holds is gone when it leaves: slowness takes no replica's last sequence.
             has_holders: whether each unit has a live holder.
             has_checkpoint: whether there is a whole copy of everything, in memory or on disk.
         """
         health = Health(self.devices, frozenset(self.devices) - frozenset(live))
-        return decide(
-            replace(self.job, has_checkpoint=has_checkpoint),
-            health,
-            self.chain,
-            placement=dict(self.placement),
-            seconds=lambda replica, dead: self.seconds(replica, dead) * slow.get(replica, 1.0),
-            fits_memory=lambda degree: degree > too_low,
-            has_holders=lambda replica, dead: has_holders,
-            previous=previous,
-        )
+        factors = dict(slow)
+
+        def seconds(replica: int, dead: tuple[int, ...]) -> float:
+            return self.seconds(replica, dead) * factors.get(replica, 1.0)
+
+        while True:
+            decision = decide(
+                replace(self.job, has_checkpoint=has_checkpoint),
+                health,
+                self.chain,
+                placement=dict(self.placement),
+                seconds=seconds,
+                fits_memory=lambda degree: degree > too_low,
+                has_holders=lambda replica, dead: has_holders,
+                previous=previous,
+            )
+            out = [replica for replica, factor in factors.items() if factor > 1.0 and replica in dict(decision.left)]
+            if not out:
+                return decision
+            factors |= {replica: max(factors[replica] / 2, 1.0) for replica in out}
 
     def seconds(self, replica: int, dead: tuple[int, ...]) -> float:
         """Time of one sequence in units of work at nominal power: replicas share the batch by it."""

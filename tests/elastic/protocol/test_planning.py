@@ -81,3 +81,17 @@ def test_a_degree_that_does_not_fit_drops_the_replica(make_planner: Callable[...
     """Catches a memory limit that the decision does not see."""
     decision = make_planner().decide([n for n in ALL if n != "1:2"], None, too_low)
     assert dict(decision.shares).keys() == ({0} if too_low else {0, 1})
+
+
+@pytest.mark.parametrize("lost", [[], ["1:2"], ["0:3", "1:2"]])
+def test_slowness_takes_no_replicas_last_sequence(make_planner: Callable[..., Planner], lost: list[str]) -> None:
+    """Catches a replica that leaves since its machine was busy: with the other's next loss its units have no holder."""
+    planner = make_planner()
+    live = [name for name in ALL if name not in lost]
+    shares = dict(planner.decide(live, None, slow={1: 50.0}).shares)
+    assert shares[1] == 1
+    assert sum(shares.values()) == 8
+    few = planner.decide(["0:0", "0:1", "0:2", "0:3", "1:0"], None, slow={0: 50.0, 1: 50.0})
+    assert [replica for replica, _ in few.shares] == [0, 1]
+    alone = planner.decide(ALL[:4], None, slow={1: 50.0})
+    assert [replica for replica, _ in alone.shares] == [0]
