@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import sys
@@ -46,6 +47,17 @@ def main(argv: list[str]) -> int:
     """Run the command; returns the exit code: 1 if the job's controller is gone although the job has not ended."""
     args = tyro.cli(TopArgs, args=argv, prog="runflat top", description=DESCRIPTION)
     read_devices(args.run)
+    try:
+        return _show(args)
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        # The terminal has hung up: there is nobody left to tell, and Python must not try to at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _show(args: TopArgs) -> int:
     files = RunFiles(args.run)
     data = files.poll()
     assert data is not None
@@ -97,10 +109,17 @@ def _ask(run: Path, action: Wish, device: str) -> str:
 
 
 def _pressed() -> Iterator[str]:
-    """The keys pressed within a tick; a sequence such as that of an arrow key is passed over."""
+    """The keys pressed within a tick; a sequence such as that of an arrow key is passed over.
+
+    Raises:
+        OSError: the terminal has hung up.
+    """
     if not select.select([sys.stdin], [], [], TICK_S)[0]:
         return
-    text = os.read(sys.stdin.fileno(), 64).decode(errors="ignore")
+    typed = os.read(sys.stdin.fileno(), 64)
+    if not typed:
+        raise OSError(errno.EIO, "no more input")
+    text = typed.decode(errors="ignore")
     yield from ([text] if text == "\x1b" else [] if text.startswith("\x1b") else text)
 
 
@@ -118,4 +137,5 @@ def _single_keys() -> Iterator[None]:
         tty.setcbreak(sys.stdin)
         yield
     finally:
-        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+        with contextlib.suppress(termios.error):  # it has hung up
+            termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)

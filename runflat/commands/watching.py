@@ -14,7 +14,7 @@ from runflat.errors import ConfigError
 
 FLAGS = """Watching: --page PORT serves a live page and /metrics (Prometheus) on this machine; --page-host ADDRESS
 serves it elsewhere; --page-token TOKEN (or auto) lets it drain and return devices. --on-incident COMMAND|URL is told of
-each incident, as JSON on its input or posted."""
+each incident, as JSON on its input or posted. --tensorboard DIR writes the run's numbers for TensorBoard."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,15 +25,16 @@ class Watching:
     host: str = "127.0.0.1"
     token: str | None = None
     on_incident: str | None = None
+    tensorboard: Path | None = None
 
 
 def split(argv: Sequence[str]) -> tuple[Watching, list[str]]:
     """The flags of this module, and all other arguments.
 
     Raises:
-        ConfigError: a flag has no value, or one that makes no sense.
+        ConfigError: a flag has no value, one that makes no sense, or one that needs what is not installed.
     """
-    names = ("--page", "--page-host", "--page-token", "--on-incident")
+    names = ("--page", "--page-host", "--page-token", "--on-incident", "--tensorboard")
     found: dict[str, str] = {}
     rest: list[str] = []
     left = list(argv)
@@ -50,20 +51,26 @@ def split(argv: Sequence[str]) -> tuple[Watching, list[str]]:
     if port is not None and not (port.isascii() and port.isdigit() and int(port) < 65_536):
         raise ConfigError(f"--page is {port!r}; it is a port, 0 (any free one) to 65535.")
     token = found.get("--page-token")
+    folder = found.get("--tensorboard")
+    if folder is not None:
+        from runflat.report.tensorboard import check_tensorboard
+
+        check_tensorboard()  # before anything is prepared
     return Watching(
         page=None if port is None else int(port),
         host=found.get("--page-host", "127.0.0.1"),
         token=secrets.token_urlsafe(16) if token == "auto" else token,
         on_incident=found.get("--on-incident"),
+        tensorboard=None if folder is None else Path(folder),
     ), rest
 
 
 @contextlib.contextmanager
 def watched(watching: Watching, run: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """While this lasts the page is served and incidents are told.
+    """While this lasts the page is served, and incidents and numbers are told.
 
     Raises:
-        ConfigError: the page cannot be served.
+        ConfigError: the page cannot be served, or TensorBoard's folder not written.
     """
     with contextlib.ExitStack() as stack:
         if watching.on_incident is not None:
@@ -71,6 +78,10 @@ def watched(watching: Watching, run: Path, say: Callable[[str], None]) -> Iterat
 
             hook = IncidentHook(run, watching.on_incident, say)
             stack.callback(hook.close)
+        if watching.tensorboard is not None:
+            from runflat.report.tensorboard import ScalarWriter
+
+            stack.callback(ScalarWriter(run, watching.tensorboard, say).close)
         if watching.page is not None:
             from runflat.elastic.requests import ask
             from runflat.report.live import LivePage

@@ -5,48 +5,39 @@ from __future__ import annotations
 import json
 import shlex
 import subprocess
-import threading
 import urllib.request
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from runflat.report.run_files import RunFiles
+from runflat.report.follow import Follower
+from runflat.report.run_files import RunData, RunFiles
 
-POLL_S = 0.5
 PATIENCE_S = 10.0
 """How long the command or the address may take."""
 
 
 class IncidentHook:
-    """Follows a run's files in a thread of its own; what fails is said, and never stops the run."""
+    """Tells of a run's incidents from now on; what fails is said, and never stops the run."""
 
     def __init__(self, run: Path, target: str, say: Callable[[str], None]):
-        """Tell `target` (a command line, or an http address) of every incident from now on."""
-        self._files = RunFiles(run)
-        first = self._files.poll()
-        self._told = len(first.incidents) if first else 0
+        """`target` is a command line, or an http address."""
+        first = RunFiles(run).poll()
+        self._num_told = len(first.incidents) if first else 0
         self._run, self._target, self._say = run, target, say
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._follow, name="incident hook", daemon=True)
-        self._thread.start()
+        self._follower = Follower(run, "incident hook", self._take)
 
     def close(self) -> None:
         """Tell what is left, and end."""
-        self._ended.set()
-        self._thread.join(2 * PATIENCE_S)
+        self._follower.close()
 
-    def _follow(self) -> None:
-        ended = False
-        while not ended:
-            ended = self._ended.wait(POLL_S)
-            data = self._files.poll()
-            for row in data.incidents[self._told :] if data else ():
-                self._told += 1
-                text = json.dumps({"run": str(self._run), **asdict(row), "phases_s": dict(row.phases_s)})
-                problem = tell(self._target, text)
-                if problem:
-                    self._say(f"warning: nobody was told of incident {row.number}: {problem}")
+    def _take(self, data: RunData) -> None:
+        for row in data.incidents[self._num_told :]:
+            self._num_told += 1
+            text = json.dumps({"run": str(self._run), **asdict(row), "phases_s": dict(row.phases_s)})
+            problem = tell(self._target, text)
+            if problem:
+                self._say(f"warning: nobody was told of incident {row.number}: {problem}")
 
 
 def tell(target: str, text: str) -> str | None:

@@ -1,9 +1,12 @@
-"""A small run's folder, a simulation's result, and a browser: headless Chromium, spoken to through a pipe."""
+"""A small run's folder, a simulation's result, a terminal (tmux), and a browser: Chromium, spoken to through a pipe."""
 
 import json
 import os
 import shutil
 import subprocess
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,8 @@ import pytest
 
 from runflat.plan.plan import Plan, ReplicaPlan
 
-WAIT_S = 45.0
+ROOT = Path(__file__).parents[2]
+PATIENCE_S = 20.0
 INCIDENT = {
     "record": "incident",
     "number": 1,
@@ -295,3 +299,44 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     started = Browser(tmp_path_factory.mktemp("browser"))
     yield started
     started.close()
+
+
+class Terminal:
+    """A tmux session of its own server."""
+
+    def __init__(self, folder: Path):
+        self.socket = folder / "tmux"
+        self.pause = threading.Event()
+
+    def tmux(self, *words: str) -> str:
+        """Output of a tmux command."""
+        command = ["tmux", "-u", "-S", str(self.socket), "-f", "/dev/null", *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
+
+    def start(self, run: Path, *, width: int = 80, height: int = 24, settings: str = "") -> None:
+        """Begin `runflat top`; when it has ended, its exit code stands on the screen."""
+        program = f"env {settings} PYTHONPATH='{ROOT}' '{sys.executable}' -m runflat.cli top '{run}'"
+        order = f"{program}; echo code $?; exec cat"
+        self.tmux("new-session", "-d", "-x", str(width), "-y", str(height), "-s", "t", "sh", "-c", order)
+
+    def press(self, *keys: str) -> None:
+        """Type keys, named as tmux names them."""
+        self.tmux("send-keys", "-t", "t", *keys)
+
+    def shows(self, text: str, *, colors: bool = False, patience_s: float = PATIENCE_S) -> str:
+        """The screen, once it has `text` on it."""
+        end = time.monotonic() + patience_s
+        while True:
+            shown = self.tmux("capture-pane", "-p", *(["-e"] if colors else []), "-t", "t")
+            if text in shown:
+                return shown
+            assert time.monotonic() < end, f"never shown: {text}\n{shown}"
+            self.pause.wait(0.1)
+
+
+@pytest.fixture
+def terminal(tmp_path: Path) -> Iterator[Terminal]:
+    """A terminal, ended afterwards."""
+    found = Terminal(tmp_path)
+    yield found
+    subprocess.run(["tmux", "-S", str(found.socket), "kill-server"], check=False, capture_output=True, timeout=20)

@@ -1,12 +1,14 @@
 """`runflat top` in a real terminal (tmux): sizes, keys, no colours, the end of the run, a controller that is gone."""
 
 import json
+import os
 import subprocess
 import sys
-import threading
+import termios
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,43 +22,6 @@ MakeRun = Callable[..., Path]
 PATIENCE_S = 20.0
 
 
-class Terminal:
-    """A tmux session of its own server."""
-
-    def __init__(self, folder: Path):
-        self.socket = folder / "tmux"
-        self.pause = threading.Event()
-
-    def tmux(self, *words: str) -> str:
-        """Output of a tmux command."""
-        command = ["tmux", "-u", "-S", str(self.socket), "-f", "/dev/null", *words]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
-
-    def start(self, run: Path, *, width: int = 80, height: int = 24, settings: str = "") -> None:
-        """Begin `runflat top`; when it has ended, its exit code stands on the screen."""
-        program = f"env {settings} PYTHONPATH='{ROOT}' '{sys.executable}' -m runflat.cli top '{run}'"
-        order = f"{program}; echo code $?; exec cat"
-        self.tmux("new-session", "-d", "-x", str(width), "-y", str(height), "-s", "t", "sh", "-c", order)
-
-    def shows(self, text: str, *, colors: bool = False) -> str:
-        """The screen, once it has `text` on it."""
-        end = time.monotonic() + PATIENCE_S
-        while True:
-            shown = self.tmux("capture-pane", "-p", *(["-e"] if colors else []), "-t", "t")
-            if text in shown:
-                return shown
-            assert time.monotonic() < end, f"never shown: {text}\n{shown}"
-            self.pause.wait(0.1)
-
-
-@pytest.fixture
-def terminal(tmp_path: Path) -> Iterator[Terminal]:
-    """A terminal, ended afterwards."""
-    found = Terminal(tmp_path)
-    yield found
-    subprocess.run(["tmux", "-S", str(found.socket), "kill-server"], check=False, capture_output=True, timeout=20)
-
-
 @pytest.fixture
 def running(make_run: MakeRun, tmp_path: Path) -> Path:
     """A run that this very process seems to control."""
@@ -64,10 +29,11 @@ def running(make_run: MakeRun, tmp_path: Path) -> Path:
 
 
 @pytest.mark.needs_tmux
-def test_it_fits_and_follows_the_terminal(terminal: Terminal, running: Path) -> None:
+def test_it_fits_and_follows_the_terminal(terminal: Any, running: Path) -> None:
     """Catches lines that wrap at 80x24, and a view that does not follow a resized window."""
     terminal.start(running)
     shown = terminal.shows("q quit")
+    assert "\x1b[32m" in terminal.shows("q quit", colors=True)
     lines = shown.rstrip("\n").splitlines()
     assert len(lines) <= 24
     assert lines[0].startswith("job  running  step 10/10")
@@ -86,18 +52,18 @@ def test_it_fits_and_follows_the_terminal(terminal: Terminal, running: Path) -> 
 
 
 @pytest.mark.needs_tmux
-def test_a_device_is_drained_after_a_yes(terminal: Terminal, running: Path) -> None:
+def test_a_device_is_drained_after_a_yes(terminal: Any, running: Path) -> None:
     """Catches a key that drains without being confirmed, or a wish that reaches nobody."""
     inbox = Inbox(running)
     terminal.start(running)
     terminal.shows("q quit")
-    terminal.tmux("send-keys", "-t", "t", "d", "1:0", "Enter")
+    terminal.press("d", "1:0", "Enter")
     terminal.shows("really drain 1:0?")
     assert inbox.take() == []
-    terminal.tmux("send-keys", "-t", "t", "n")
+    terminal.press("n")
     terminal.shows("q quit")
     assert inbox.take() == []
-    terminal.tmux("send-keys", "-t", "t", "d", "1:0", "Enter", "y")
+    terminal.press("d", "1:0", "Enter", "y")
     end = time.monotonic() + PATIENCE_S
     while not (taken := inbox.take()):
         assert time.monotonic() < end
@@ -108,7 +74,7 @@ def test_a_device_is_drained_after_a_yes(terminal: Terminal, running: Path) -> N
 
 
 @pytest.mark.needs_tmux
-def test_the_end_of_the_run_ends_the_view(terminal: Terminal, running: Path) -> None:
+def test_the_end_of_the_run_ends_the_view(terminal: Any, running: Path) -> None:
     """Catches a view that watches a finished job for ever, without colours too."""
     terminal.start(running, settings="NO_COLOR=1")
     shown = terminal.shows("q quit", colors=True)
@@ -120,7 +86,7 @@ def test_the_end_of_the_run_ends_the_view(terminal: Terminal, running: Path) -> 
 
 
 @pytest.mark.needs_tmux
-def test_a_controller_that_is_gone_is_told(terminal: Terminal, running: Path) -> None:
+def test_a_controller_that_is_gone_is_told(terminal: Any, running: Path) -> None:
     """Catches a view that shows an old state as if the job still ran."""
     terminal.start(running)
     terminal.shows("q quit")
@@ -129,6 +95,27 @@ def test_a_controller_that_is_gone_is_told(terminal: Terminal, running: Path) ->
     devices = json.loads((running / "devices.json").read_text())
     (running / "devices.json").write_text(json.dumps({**devices, "controller_pid": gone.pid}))
     assert "runflat train --resume" in terminal.shows("code 1")
+
+
+def test_a_terminal_that_hangs_up_ends_the_view(running: Path, tmp_path: Path) -> None:
+    """Catches a view that goes on without a terminal, at full speed, or a traceback that nobody can read."""
+    ours, its = os.openpty()
+    termios.tcsetwinsize(its, (24, 80))
+    command = [sys.executable, "-m", "runflat.cli", "top", str(running)]
+    settings = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm"}
+    with (
+        (tmp_path / "err").open("w") as err,
+        subprocess.Popen(command, stdin=its, stdout=its, stderr=err, env=settings, start_new_session=True) as process,
+    ):
+        os.close(its)
+        shown = b""
+        try:
+            while b"q quit" not in shown:
+                shown += os.read(ours, 4096)
+        finally:
+            os.close(ours)
+        assert process.wait(PATIENCE_S) == 1
+    assert (tmp_path / "err").read_text() == ""
 
 
 def test_without_a_terminal_it_prints_once(running: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,7 +26,10 @@
       seek(map, Number(slider.value));
     }
   };
-  source.onerror = () => { state.textContent = "no connection: the run has ended, or its machine is out of reach"; };
+  source.onerror = () => {
+    if (state.textContent !== "finished") state.textContent = "no connection: the run has ended, or its machine is out of reach";
+    else source.close();
+  };
   const form = document.getElementById("ask");
   if (!form) return;
   const sure = document.getElementById("sure");
