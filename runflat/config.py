@@ -171,8 +171,10 @@ class TrainSection(Section):
     """Sequences per step over all replicas."""
     micro_batch: int = Field(default=8, ge=1)
     """Most sequences that a replica computes at once; a larger share is accumulated."""
-    dtype: Literal["float32", "float64"] = "float32"
-    """Type of weights, gradients and optimizer state."""
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
+    """Type of weights, gradients and optimizer state; bfloat16: that of computation, all else is float32."""
+    activation_checkpointing: bool = False
+    """Keep only the inputs of layers for backward, and compute the layers again there: less memory, more work."""
     lr: float = Field(default=3e-3, gt=0)
     """Peak learning rate."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"

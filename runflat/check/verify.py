@@ -14,11 +14,11 @@ from transformers import PreTrainedConfig
 
 from runflat.check.ranks import run_ranks
 from runflat.check.reference import AdamW, Batch, Outcome, reference_model, reference_run
-from runflat.parallel.casts import LiftCasts, lift_forward
+from runflat.parallel.casts import LiftCasts, lift_forward, recompute_layers
 from runflat.parallel.comms import Comms
 from runflat.parallel.grad_sync import GradSync
 from runflat.parallel.optimizer import OptimizerSettings, build_optimizer
-from runflat.parallel.shard import shard_model, tensor_weights
+from runflat.parallel.shard import ShardedModel, tensor_weights
 from runflat.parallel.tp_plan import ShardingRules, build_meta_model, read_rules
 from runflat.plan.batch import micro_batches
 from runflat.plan.plan import Place, Plan
@@ -37,8 +37,9 @@ BUCKET_BYTES = 1 << 18
 class Case:
     """What to verify: a layout with dead places, a batch, how many steps, and how the planned side computes.
 
-    The reference computes in float64 with eager attention whatever `dtype` and `attention` are. `in_memory` replaces
-    gloo by a network without sockets.
+    The reference computes in float64 with eager attention whatever `dtype` and `attention` are. `compute_dtype` is that
+    of the layers (none: `dtype`), `recompute` has backward compute them again. `in_memory` replaces gloo by a network
+    without sockets.
     """
 
     tp: int = 8
@@ -51,6 +52,8 @@ class Case:
     seed: int = 0
     attention: str = "eager"
     dtype: torch.dtype = torch.float64
+    compute_dtype: torch.dtype | None = None
+    recompute: bool = False
     in_memory: bool = False
 
 
@@ -118,7 +121,7 @@ def verify(
     Every replica's copy of every tensor is compared, and holders of one unit must agree to the bit. `truth` is
     `unsharded(config, case, batch, lift_casts)`, for callers that check several plans against it.
     """
-    meta = build_meta_model(copy.deepcopy(config), case.dtype, case.attention)
+    meta = build_meta_model(copy.deepcopy(config), case.compute_dtype or case.dtype, case.attention)
     rules = read_rules(meta, case.tp)
     plan, layout = plan_case(rules, case)
     expected = truth or unsharded(config, case, batch, lift_casts)
@@ -128,14 +131,17 @@ def verify(
     def rank(place: Place, comms: Comms) -> _Shard:
         replica = plan.replica(place[0])
         held = replica.held(rules.spec.kinds, place[1])
-        model, source = models[place], tensor_weights(expected.before)
-        params = shard_model(model, rules, held, comms.tp, source, case.dtype, torch.device("cpu"))
+        model, source, cpu = models[place], tensor_weights(expected.before), torch.device("cpu")
+        sharded = ShardedModel(model, rules, held, comms.tp, source, case.dtype, cpu, case.compute_dtype)
+        params = sharded.params
         model.train()
         if lift_casts:
             lift_forward(model)
-        sync = GradSync(rules.spec, plan, layout, place, comms, params)
-        optimizer = build_optimizer(rules.spec, params, settings)
-        trainer = Trainer(model, params, sync, comms, optimizer, settings, place[1] == replica.live_slots[0])
+        if case.recompute:
+            recompute_layers(model, lift_casts)
+        sync = GradSync(rules.spec, plan, layout, place, comms, params, sharded.sources)
+        optimizer, reports = build_optimizer(rules.spec, params, settings), place[1] == replica.live_slots[0]
+        trainer = Trainer(model, params, sync, comms, optimizer, settings, reports, refresh=sharded.refresh)
         return _run_rank(trainer, plan, place, case, batch)
 
     return _compare(rules, plan, run_ranks(plan, layout, rank, in_memory=case.in_memory), expected.outcome)

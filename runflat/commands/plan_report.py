@@ -17,7 +17,8 @@ from runflat.plan.sync_groups import Members, SyncLayout, holders, sync_layout
 from runflat.plan.transfers import Transfer, lost_units, transfers
 from runflat.plan.units import ModelSpec, parse_slot
 
-ELEMENT_BYTES = {"float32": 4, "float64": 8}
+ELEMENT_BYTES = {"float32": 4, "float64": 8, "bfloat16": 4}
+COMPUTE_BYTES = {**ELEMENT_BYTES, "bfloat16": 2}
 MOVED_COPIES = 3
 """Values that move with each element: the parameter and two moments."""
 SEQUENCES_PER_REPLICA = 16
@@ -44,8 +45,10 @@ class PlanArgs:
     """Most sequences that a replica computes at once."""
     bucket_mb: float = 25.0
     """Size of a gradient bucket in MiB."""
-    dtype: Literal["float32", "float64"] = "float32"
-    """Type of weights, gradients and optimizer state."""
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
+    """Type of weights, gradients and optimizer state; bfloat16: that of computation, all else is float32."""
+    activation_checkpointing: bool = False
+    """Keep only the inputs of layers for backward, and compute the layers again there."""
     json: bool = False
     """Print one JSON object instead of tables."""
 
@@ -116,6 +119,7 @@ def report(args: PlanArgs, spec: ModelSpec, seq_len: int, live: Mapping[Place, s
     plan = build_plan(spec, live, args.tp, sequences, seq_len, healthy, generation=1) if args.dead else healthy
     element_bytes = ELEMENT_BYTES[args.dtype]
     layout = sync_layout(spec, plan, max(1, int(args.bucket_mb * 2**20)), element_bytes)
+    how = (args.micro_batch, element_bytes, COMPUTE_BYTES[args.dtype], args.activation_checkpointing)
     devices = []
     for replica in plan.replicas:
         for slot, flops in loads(spec, replica, seq_len).items():
@@ -126,8 +130,8 @@ def report(args: PlanArgs, spec: ModelSpec, seq_len: int, live: Mapping[Place, s
                     place=place,
                     flops_per_sequence=flops,
                     flops_per_step=flops * replica.num_sequences,
-                    memory=device_memory(spec, replica, slot, seq_len, args.micro_batch, element_bytes),
-                    traffic=device_traffic(spec, plan, layout, place, seq_len, args.micro_batch, element_bytes),
+                    memory=device_memory(spec, replica, slot, seq_len, *how),
+                    traffic=device_traffic(spec, plan, layout, place, seq_len, *how),
                     num_communicators=layout.communicators(place),
                 )
             )

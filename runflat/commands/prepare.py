@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runflat.config import TrainConfig
+from runflat.config import TrainConfig, TrainSection
 from runflat.errors import ConfigError
 from runflat.power.sections import DeviceSection
 
@@ -85,7 +85,7 @@ def prepare(config: TrainConfig, run: Path, warn: Callable[[str], Any], loop: st
         train=config.train,
         run=str(run),
         from_dir=str(config.model.from_dir) if config.model.from_dir else None,
-        emulated=_device_model(config.device) if config.devices == "emulated" else None,
+        emulated=_device_model(config.device, config.train) if config.devices == "emulated" else None,
         memory_bytes=int(config.device.memory_gb * GIGABYTE) if config.device.memory_gb else None,
         inject=_event_rows(for_workers(events)),
         loop=loop,
@@ -159,7 +159,7 @@ def _event_rows(events: tuple[Event, ...]) -> list[dict[str, Any]]:
     return [dict(event_to_json(event)) for event in events]
 
 
-def _device_model(device: DeviceSection) -> DeviceModel:
+def _device_model(device: DeviceSection, train: TrainSection) -> DeviceModel:
     """What is declared of an emulated device."""
     from runflat.power.curve import curve_named
     from runflat.train.emulate import DeviceModel
@@ -170,6 +170,8 @@ def _device_model(device: DeviceSection) -> DeviceModel:
         domain_bytes=device.domain_link_gbps * GIGABIT_BYTES if device.domain_link_gbps else None,
         network_bytes=device.network_gbps * GIGABIT_BYTES if device.network_gbps else None,
         speed=curve_named(device.curve).ratio(device.power, 1.0),
+        compute_bytes=2 if train.dtype == "bfloat16" else 4,
+        recompute=train.activation_checkpointing,
     )
 
 

@@ -147,7 +147,7 @@ def _controller(prepared: Prepared, view: ProgressView) -> Controller:
     from runflat.elastic.state import Limits
     from runflat.parallel.optimizer import learning_rate
     from runflat.train.data import sample_hash
-    from runflat.train.job import DTYPES, optimizer_settings
+    from runflat.train.job import optimizer_settings, state_dtype
 
     config, corpus = prepared.config, prepared.corpus
     settings = optimizer_settings(config.train)
@@ -157,7 +157,7 @@ def _controller(prepared: Prepared, view: ProgressView) -> Controller:
         replicas=config.layout.replicas,
         num_sequences=config.train.global_batch,
         seq_len=config.data.seq_len,
-        element_bytes=DTYPES[config.train.dtype].itemsize,
+        element_bytes=state_dtype(config.train.dtype).itemsize,
         chain=config.on_failure,
         spares=config.spare_devices,
         rule=BatchRule(config.rule),

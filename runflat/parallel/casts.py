@@ -1,13 +1,15 @@
-"""Lift transformers' roundings to float32 from outside, so that a float64 model computes in float64 throughout."""
+"""How the layers of an unmodified transformers model compute: roundings lifted, activations computed again."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch.nn import functional as F  # noqa: N812 - torch's own convention
 from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
 
 _WITH_DTYPE = frozenset({torch.Tensor.to, F.softmax, torch.softmax, torch.Tensor.softmax})
 _CASTING = _WITH_DTYPE | {torch.Tensor.float}
@@ -43,3 +45,18 @@ def lift_forward(model: torch.nn.Module) -> None:
             return forward(*args, **kwargs)
 
     model.forward = lifted  # an instance attribute, on this one model only
+
+
+def recompute_layers(model: PreTrainedModel, lift_casts: bool = False) -> None:
+    """Keep only the inputs of `model`'s layers for backward, which computes each layer again.
+
+    The collectives inside are done again too, on all devices of a replica in the same order. `lift_casts`: the forward
+    is lifted (`lift_forward`), so backward's computation must be.
+    """
+
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        return nullcontext(), LiftCasts() if lift_casts else nullcontext()
+
+    # Nothing is drawn at random, so that no state of a generator is worth keeping.
+    options = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": contexts}
+    model.activation_checkpointing_enable(options)

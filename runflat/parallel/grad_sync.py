@@ -5,7 +5,8 @@ Kinds of tensor here
               Wire order depends on the bucket alone, so members whose shards differ agree on it
     gradient  `param.grad`. Where one bucket carries a parameter's whole shard, it is a view of that bucket's flat
               buffer and nothing is copied (always so while nobody is dead and no KV head has two holders); elsewhere
-              it is a tensor of its own, copied in and out
+              it is a tensor of its own, copied in and out. Where layers compute with a copy of the parameter in another
+            type, the copy's gradient is added to it as soon as a micro-batch has it
 """
 
 from __future__ import annotations
@@ -38,8 +39,12 @@ class GradSync:
         place: Place,
         comms: Comms,
         params: Mapping[str, nn.Parameter],
+        sources: Mapping[str, tuple[nn.Parameter, ...]] | None = None,
     ):
-        """Allocate the buckets of `place` and hook `params` (full-model names)."""
+        """Allocate the buckets of `place` for `params` (full-model names) and hook what their gradients come from.
+
+        That is `params` themselves, or the `sources` of each: copies that layers compute with, in another type.
+        """
         self._comms = comms
         self._params = dict(params)
         self._specs = {param.name: param for param in spec.params}
@@ -59,8 +64,11 @@ class GradSync:
         self._bind(layout, place)
         self._armed = False
         self._next = 0
+        self._sources = dict(sources) if sources else {name: (param,) for name, param in self._params.items()}
         self._hooks = [
-            param.register_post_accumulate_grad_hook(self._hook(name)) for name, param in self._params.items()
+            source.register_post_accumulate_grad_hook(self._hook(name))
+            for name in self._params
+            for source in self._sources[name]
         ]
 
     # ---- set-up
@@ -111,9 +119,18 @@ class GradSync:
 
     def _hook(self, name: str) -> Any:
         waiting = [bucket for bucket in self._all_local() if name in bucket.params]
+        param = self._params[name]
 
-        def ready(_: torch.Tensor) -> None:
+        def ready(source: torch.Tensor) -> None:
+            if source is not param:
+                assert param.grad is not None
+                assert source.grad is not None
+                param.grad += source.grad
+                source.grad = None
             if self._armed:
+                self._owed[name] -= 1
+                if self._owed[name]:
+                    return
                 for bucket in waiting:
                     bucket.missing.discard(name)
                 self._launch_ready()
@@ -134,11 +151,16 @@ class GradSync:
         loose = {id(copy.grad): copy.grad for bucket in self._all_local() for copy in bucket.copies}
         if loose:
             torch._foreach_zero_(list(loose.values()))
+        for name, sources in self._sources.items():
+            for source in sources:
+                if source is not self._params[name]:
+                    source.grad = None
 
     def arm(self) -> None:
         """The next backward is the last of this step: launch each bucket as soon as its gradients are final."""
         self._armed = True
         self._next = 0
+        self._owed = {name: len(sources) for name, sources in self._sources.items()}
         for bucket in self._all_local():
             bucket.missing = set(bucket.params)
 

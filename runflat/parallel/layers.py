@@ -118,11 +118,13 @@ class VocabularyRows:
         return torch.where(held, rows, 0), held
 
 
-def parallel_embedding(module: nn.Embedding, vocabulary: VocabularyRows, tp: TensorParallel) -> None:
+def parallel_embedding(
+    module: nn.Embedding, vocabulary: VocabularyRows, tp: TensorParallel, dtype: torch.dtype | None = None
+) -> None:
     """Make `module`, whose weight is cut to the held rows, look up tokens of the whole vocabulary.
 
     Hooks around the module's own forward keep whatever a subclass does (a scale, say). Tokens held elsewhere give zeros
-    here; the sum over the group is the embedding.
+    here; the sum over the group is the embedding, in `dtype` (none: that of the weight).
     """
     padding = module.padding_idx
     masks: list[torch.Tensor] = []
@@ -136,7 +138,8 @@ def parallel_embedding(module: nn.Embedding, vocabulary: VocabularyRows, tp: Ten
         return (rows,)
 
     def after(_: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
-        return from_tensor_parallel(output * masks.pop().unsqueeze(-1).to(output.dtype), tp.group)
+        partial = output * masks.pop().unsqueeze(-1).to(output.dtype)
+        return from_tensor_parallel(partial.to(dtype or output.dtype), tp.group)
 
     module.register_forward_pre_hook(before)
     module.register_forward_hook(after)

@@ -132,7 +132,10 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
 class ShardedModel:
     """One device's part of a model: an unmodified transformers model whose parameters are shards.
 
-    `params` are its parameters by full-model name, `held` the units they consist of.
+    `params` are its parameters by full-model name, `held` the units they consist of. Where it computes in another type
+    than they have (bf16 beside float32), the layers hold copies, which `refresh` brings up to date. The embedding looks
+    up in `params` themselves: summed up in bf16 over the uses of a token, its gradient would be off by per cents.
+    `sources` are, by name, what the layers hold.
     """
 
     def __init__(
@@ -144,16 +147,19 @@ class ShardedModel:
         source: WeightSource,
         dtype: torch.dtype,
         device: torch.device,
+        compute_dtype: torch.dtype | None = None,
     ):
         """Turn the meta-device `model` into this device's part of it, in place.
 
         Buffers are built, parameters are filled from `source`, row-split layers are replaced, and hooks put the
-        collectives where the plan wants them. `group` is the replica's TP group.
+        collectives where the plan wants them. `group` is the replica's TP group, `dtype` the type of `params`; the
+        model was built in `compute_dtype` (none: the same).
         """
         register_indexed_attention()
         self.model = model
         self.rules = rules
         self.tp = TensorParallel(group)
+        self._dtype = compute_dtype or dtype
         self._config = model.config
         self._attention = str(model.config._attn_implementation)
         self._vocabulary = VocabularyRows(rules.spec.kind("vocab").size, device)
@@ -174,16 +180,34 @@ class ShardedModel:
         self.held = dict(held)
         self.params = dict(params)
         modules = dict(self.model.named_modules())
+        copies: dict[str, nn.Parameter] = {}
         for name, shared in self._names.items():
             owner, _, leaf = name.rpartition(".")
-            setattr(modules[owner], leaf, self.params[shared])
+            param = self.params[shared]
+            if param.dtype != self._dtype and owner != self.rules.embedding:
+                param = copies.setdefault(shared, nn.Parameter(param.detach().to(self._dtype)))
+            setattr(modules[owner], leaf, param)
+        self._copies: list[torch.Tensor] = list(copies.values())
+        self._originals: list[torch.Tensor] = [self.params[name] for name in copies]
+        embedding = f"{self.rules.embedding}.weight"
+        self.sources: dict[str, tuple[nn.Parameter, ...]] = {
+            name: (copies.get(name, param),) for name, param in self.params.items()
+        }
+        if embedding in copies:  # tied: the LM head holds a copy of what the embedding looks up in
+            self.sources[embedding] = (copies[embedding], self.params[embedding])
         for block in self.rules.blocks:
             for child in (*block.columns, *block.rows):
                 _set_features(modules[f"{block.path}.{child}"])
         _set_features(modules[self.rules.lm_head])
         self._split_attention()
-        param = next(p for p in self.rules.spec.params if p.name == f"{self.rules.embedding}.weight")
-        self._vocabulary.hold(param_ranges(self.rules.spec, param, held))
+        spec = next(param for param in self.rules.spec.params if param.name == embedding)
+        self._vocabulary.hold(param_ranges(self.rules.spec, spec, held))
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Copy `params`, which have been updated, to what the layers compute with; nothing to do where that is them."""
+        if self._copies:
+            torch._foreach_copy_(self._copies, self._originals)
 
     def _split_rows(self) -> None:
         for block in self.rules.blocks:
@@ -198,7 +222,7 @@ class ShardedModel:
         _hook_input(self.model.get_submodule(self.rules.lm_head), self.tp)
         embedding = self.model.get_submodule(self.rules.embedding)
         assert isinstance(embedding, nn.Embedding)
-        parallel_embedding(embedding, self._vocabulary, self.tp)
+        parallel_embedding(embedding, self._vocabulary, self.tp, self._dtype)
         self.model.loss_function = VocabParallelLoss(self._vocabulary, self.tp)
 
     def _split_attention(self) -> None:

@@ -49,9 +49,19 @@ class Memory:
 
 
 def device_memory(
-    spec: ModelSpec, replica: ReplicaPlan, slot: int, seq_len: int, micro_batch: int, bytes_per_element: int
+    spec: ModelSpec,
+    replica: ReplicaPlan,
+    slot: int,
+    seq_len: int,
+    micro_batch: int,
+    bytes_per_element: int,
+    compute_bytes: int | None = None,
+    recompute: bool = False,
 ) -> Memory:
     """Bytes that the device at `slot` needs: parameters, gradients, two AdamW moments and activations.
+
+    `compute_bytes` per element is what layers compute in, where that is less than what parameters have: then there is a
+    copy of these (counted with them). With `recompute` backward keeps the inputs of layers, and one layer at a time.
 
     Activations are estimated per layer as what backward keeps: eight hidden-sized tensors (norms, residuals, block
     inputs and outputs), the local query, key, value and output heads, two score matrices, four local FFN-sized
@@ -64,9 +74,12 @@ def device_memory(
     heads = len(held.get("head", ()))
     per_token = 8 * spec.hidden_size + 2 * sizes.get("head", 0) + 2 * sizes.get("kv", sizes.get("head", 0))
     per_token += 2 * heads * seq_len + 4 * sizes.get("ffn", 0)
-    activations = tokens * (per_token * spec.num_layers + 3 * sizes.get("vocab", 0))
+    kept = spec.hidden_size * spec.num_layers + per_token if recompute else per_token * spec.num_layers
+    width = compute_bytes or bytes_per_element
+    activations = tokens * (kept * width + 3 * sizes.get("vocab", 0) * bytes_per_element)
     params = numel * bytes_per_element
-    return Memory(params, params, 2 * params, activations * bytes_per_element)
+    copy = numel * width if width != bytes_per_element else 0
+    return Memory(params + copy, params, 2 * params, activations)
 
 
 @dataclass(frozen=True)
@@ -98,22 +111,27 @@ def device_traffic(
     seq_len: int,
     micro_batch: int,
     bytes_per_element: int,
+    compute_bytes: int | None = None,
+    recompute: bool = False,
 ) -> Traffic:
     """Collectives that the device at `place` launches in one step, and the bytes that it sends.
 
     Per micro-batch and layer tensor parallelism all-reduces the block outputs in forward and the block inputs in
     backward (attention and MLP: four), and the embedding output, the LM head's input gradient, the largest logit and
-    (sum of exponentials, target logit) per token. A group of one device launches nothing.
+    (sum of exponentials, target logit) per token. A group of one device launches nothing. Hidden states have
+    `compute_bytes` per element (none: `bytes_per_element`). With `recompute` backward does the forward of each layer
+    again, but for the sum that ends it, whose result nothing in it needs.
     """
     replica = plan.replica(place[0])
     world, tp = len(plan.places), replica.tp
     launches, tp_bytes = 0, 0.0
     if tp > 1:
+        sums = (5 if recompute else 4) * spec.num_layers + 2
         for size in micro_batches(replica.num_sequences, micro_batch):
-            hidden = size * seq_len * spec.hidden_size * (4 * spec.num_layers + 2)
+            hidden = size * seq_len * spec.hidden_size * sums
             loss = size * (seq_len - 1) * 3
-            tp_bytes += all_reduce_bytes((hidden + loss) * bytes_per_element, tp)
-            launches += 4 * spec.num_layers + 4
+            tp_bytes += all_reduce_bytes(hidden * (compute_bytes or bytes_per_element) + loss * bytes_per_element, tp)
+            launches += sums + 2
     sync_bytes = 0.0
     for total in layout.totals_of(place):
         sync_bytes += all_reduce_bytes(total.numel * bytes_per_element, len(total.members))

@@ -25,6 +25,8 @@ from runflat.plan.units import ModelSpec
 
 BACKWARD_SHARE = 2 / 3
 """Part of a step's computation that is backward: gradient exchange is billed only where it outlasts that."""
+RECOMPUTED = 4 / 3
+"""Work with layers computed again in backward, over that without (the LM head, which is not a layer, with them)."""
 LATE_SHARE = 0.05
 """A run that fell behind by more than this part of its billed time is invalid."""
 
@@ -33,13 +35,16 @@ LATE_SHARE = 0.05
 class DeviceModel:
     """What is declared of each emulated device. Rates are per second; None bills nothing.
 
-    `speed` is relative to nominal power.
+    `speed` is relative to nominal power; `compute_bytes` is the width of hidden states, and with `recompute` backward
+    computes layers again.
     """
 
     rate_flops: float
     domain_bytes: float | None = None
     network_bytes: float | None = None
     speed: float = 1.0
+    compute_bytes: int = 4
+    recompute: bool = False
 
 
 def step_seconds(
@@ -48,8 +53,9 @@ def step_seconds(
     """Declared seconds of one step on the device at `place`: computation, tensor-parallel and exposed sync traffic."""
     replica = plan.replica(place[0])
     flops = sequence_flops(spec, replica, place[1], seq_len) * replica.num_sequences
-    compute_s = flops / (model.rate_flops * model.speed)
-    traffic = device_traffic(spec, plan, layout, place, seq_len, micro_batch, 4)
+    compute_s = flops / (model.rate_flops * model.speed) * (RECOMPUTED if model.recompute else 1)
+    how = (micro_batch, 4, model.compute_bytes, model.recompute)
+    traffic = device_traffic(spec, plan, layout, place, seq_len, *how)
     total_s = compute_s
     if model.domain_bytes:
         total_s += traffic.tp_bytes / model.domain_bytes

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from runflat.parallel.casts import lift_forward
+from runflat.parallel.casts import lift_forward, recompute_layers
 from runflat.parallel.comms import Comms, Group, Network
 from runflat.parallel.grad_sync import GradSync
 from runflat.parallel.loss import num_targets
@@ -27,7 +27,7 @@ from runflat.plan.units import ModelSpec, param_ranges
 from runflat.train.checkpoint import Progress, ShardFile, check_model, open_checkpoint
 from runflat.train.data import Corpus, sample_hash
 from runflat.train.emulate import Pace, step_seconds
-from runflat.train.job import DTYPES, Job, hf_config, job_layout, optimizer_settings
+from runflat.train.job import DTYPES, Job, hf_config, job_layout, optimizer_settings, state_dtype
 from runflat.train.shards import checkpoint_tensors, load_optimizer_state, write_shard
 from runflat.train.step import Scalars, StepResult, Trainer, accumulate, apply, backward, barrier
 
@@ -54,14 +54,15 @@ class Engine:
         """Read the model's rules; nothing of its size is allocated. `phase` is told each part of a step."""
         self.job = job
         self.device = device
-        self.dtype = DTYPES[job.train.dtype]
+        self.dtype = state_dtype(job.train.dtype)
+        self._compute_dtype = DTYPES[job.train.dtype]
         self.corpus = Corpus.from_json(job.corpus) if job.corpus else None
         self.settings = optimizer_settings(job.train)
         self.progress = Progress(0, 0, 0, "")
         self.final: Final | None = None
         self._computed: Final | None = None
         self._phase = phase
-        self._meta = build_meta_model(hf_config(job.hf_config), self.dtype, job.attention)
+        self._meta = build_meta_model(hf_config(job.hf_config), self._compute_dtype, job.attention)
         self.rules: ShardingRules = read_rules(self._meta, job.tp_full)
         self.sharded: ShardedModel | None = None
         self.plan: Plan | None = None
@@ -92,7 +93,8 @@ class Engine:
             return None
         replica = plan.replica(place[0])
         size = min(replica.num_sequences, self.job.train.micro_batch)
-        need = device_memory(self.spec, replica, place[1], self.job.seq_len, size, self.dtype.itemsize).total_bytes
+        how = (self.dtype.itemsize, self._compute_dtype.itemsize, self.job.train.activation_checkpointing)
+        need = device_memory(self.spec, replica, place[1], self.job.seq_len, size, *how).total_bytes
         return (need, limit) if need > limit else None
 
     def layout(self, plan: Plan) -> SyncLayout:
@@ -121,10 +123,14 @@ class Engine:
     def _materialize(self, held: Held, source: WeightSource) -> None:
         nobody = (0, 0)
         alone = Group(0, "alone", (nobody,), nobody, None, Network())
-        self.sharded = ShardedModel(self._meta, self.rules, held, alone, source, self.dtype, self.device)
+        self.sharded = ShardedModel(
+            self._meta, self.rules, held, alone, source, self.dtype, self.device, self._compute_dtype
+        )
         self.sharded.model.train()
         if self.job.train.lift_casts:
             lift_forward(self.sharded.model)
+        if self.job.train.activation_checkpointing:
+            recompute_layers(self.sharded.model, self.job.train.lift_casts)
 
     def warm_up(self) -> None:
         """Read one sequence, compute once on the first unit of each kind: a job's step must not pay for a first use."""
@@ -200,7 +206,7 @@ class Engine:
         self._trainer = Trainer(
             self.sharded.model,
             self.params,
-            GradSync(self.spec, plan, self.layout(plan), place, comms, self.params),
+            GradSync(self.spec, plan, self.layout(plan), place, comms, self.params, self.sharded.sources),
             comms,
             self.optimizer,
             self.settings,
@@ -311,6 +317,7 @@ class Engine:
         self._phase("update")
         step, batch = self.progress.step, self.plan.num_sequences
         result = apply(self.optimizer, self.sharded.params, self.settings, scalars, step)
+        self.sharded.refresh()
         used = range(self.progress.num_samples, self.progress.num_samples + batch)
         self.progress = Progress(
             step=step + 1,

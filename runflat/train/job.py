@@ -16,7 +16,13 @@ from runflat.plan.sync_groups import SyncLayout, sync_layout
 from runflat.plan.units import ModelSpec
 from runflat.train.emulate import DeviceModel
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+"""What layers compute in, by `train.dtype`."""
+
+
+def state_dtype(name: str) -> torch.dtype:
+    """Type of weights, gradients and optimizer state where layers compute in `name`: never below float32."""
+    return torch.float64 if name == "float64" else torch.float32
 
 
 class Job(BaseModel):
@@ -74,7 +80,7 @@ def optimizer_settings(train: TrainSection) -> OptimizerSettings:
 def job_layout(job: Job, spec: ModelSpec, plan: Plan) -> SyncLayout:
     """Buckets and sync groups of `plan`."""
     bucket_bytes = int(job.train.bucket_mb * (1 << 20))
-    return sync_layout(spec, plan, bucket_bytes, DTYPES[job.train.dtype].itemsize)
+    return sync_layout(spec, plan, bucket_bytes, state_dtype(job.train.dtype).itemsize)
 
 
 def worker_device(index: int) -> torch.device:

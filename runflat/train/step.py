@@ -69,7 +69,7 @@ class StepResult:
 class Trainer:
     """One device's part of the training, under one plan. `reports` is true on one device of each replica.
 
-    `phase` is called with the name of each part of a step as it begins.
+    `phase` is called with the name of each part of a step as it begins, `refresh` after the update of `params`.
     """
 
     model: PreTrainedModel
@@ -80,6 +80,7 @@ class Trainer:
     settings: OptimizerSettings
     reports: bool
     phase: Callable[[str], None] = lambda name: None
+    refresh: Callable[[], None] = lambda: None
 
 
 def backward(trainer: Trainer, batches: Sequence[torch.Tensor], labels: Sequence[torch.Tensor]) -> tuple[float, int]:
@@ -170,6 +171,7 @@ def train_step(
     synced = time.perf_counter()
     scalars = barrier(trainer, loss_sum, tokens)
     result = apply(trainer.optimizer, trainer.params, trainer.settings, scalars, step)
+    trainer.refresh()
     return StepResult(
         **{**vars(result), "compute_s": computed - started, "sync_s": synced - computed},
     )

@@ -16,10 +16,11 @@ from runflat.check.in_memory import InMemoryNetwork
 from runflat.check.ranks import run_ranks
 from runflat.check.small import small_batch
 from runflat.check.verify import BUCKET_BYTES, replica_batches
+from runflat.parallel.casts import recompute_layers
 from runflat.parallel.comms import Comms, Group, Network
 from runflat.parallel.grad_sync import GradSync
 from runflat.parallel.optimizer import OptimizerSettings, build_optimizer
-from runflat.parallel.shard import initial_weights, shard_model
+from runflat.parallel.shard import ShardedModel, initial_weights
 from runflat.parallel.tp_plan import ShardingRules, build_meta_model, read_rules
 from runflat.plan.plan import Place, Plan
 from runflat.plan.planner import build_plan, live_devices
@@ -42,6 +43,8 @@ class Job:
     seq_len: int = 16
     num_steps: int = 1
     dtype: torch.dtype = torch.float32
+    compute_dtype: torch.dtype | None = None
+    recompute: bool = False
     bucket_bytes: int = BUCKET_BYTES
     in_memory: bool = True
 
@@ -71,7 +74,7 @@ Around = Callable[[PreTrainedModel, Callable[[], None]], Any]
 def run_job(job: Job, around: Around | None = None) -> Ran:
     """Returns the job's end; `around(model, steps)` may run the steps in its own way on each device."""
     torch.set_num_threads(1)
-    meta = build_meta_model(copy.deepcopy(job.config), job.dtype, "eager")
+    meta = build_meta_model(copy.deepcopy(job.config), job.compute_dtype or job.dtype, "eager")
     rules = read_rules(meta, job.tp)
     devices = live_devices(job.tp, job.num_replicas, job.dead)
     plan = build_plan(rules.spec, devices, job.tp, job.num_sequences, job.seq_len)
@@ -85,11 +88,15 @@ def run_job(job: Job, around: Around | None = None) -> Ran:
         held = replica.held(rules.spec.kinds, place[1])
         model = copy.deepcopy(meta)
         source = initial_weights(model, seed=0)
-        params = shard_model(model, rules, held, comms.tp, source, job.dtype, torch.device("cpu"))
+        cpu = torch.device("cpu")
+        sharded = ShardedModel(model, rules, held, comms.tp, source, job.dtype, cpu, job.compute_dtype)
+        params = sharded.params
         model.train()
-        optimizer = build_optimizer(rules.spec, params, settings)
-        sync = GradSync(rules.spec, plan, layout, place, comms, params)
-        trainer = Trainer(model, params, sync, comms, optimizer, settings, place[1] == replica.live_slots[0])
+        if job.recompute:
+            recompute_layers(model)
+        optimizer, reports = build_optimizer(rules.spec, params, settings), place[1] == replica.live_slots[0]
+        sync = GradSync(rules.spec, plan, layout, place, comms, params, sharded.sources)
+        trainer = Trainer(model, params, sync, comms, optimizer, settings, reports, refresh=sharded.refresh)
         own = replica_batches(plan, place, batch, job.micro_batch)
 
         def steps() -> None:

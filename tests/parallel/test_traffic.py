@@ -48,6 +48,22 @@ def test_traffic_is_what_the_plan_says(jobs: Any, monkeypatch: pytest.MonkeyPatc
         assert sent_bytes(state.collectives) == pytest.approx(STEPS * said.total_bytes, rel=1e-12), place
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16], ids=str)
+def test_traffic_of_precisions(jobs: Any, compute: torch.dtype, recompute: bool) -> None:
+    """Catches gradients that are reduced in bf16, hidden states summed in float32, a sum not counted."""
+    job, run = jobs
+    config = proof_config("llama-gqa4")
+    task = job(config, num_steps=STEPS, dead=((1, 2),), compute_dtype=compute, recompute=recompute)
+    ran = run(task)
+    for place, state in ran.ranks.items():
+        how = (task.seq_len, task.micro_batch, 4, compute.itemsize, recompute)
+        said = device_traffic(ran.rules.spec, ran.plan, ran.layout, place, *how)
+        assert len(state.collectives) == STEPS * said.num_collectives, place
+        assert sent_bytes(state.collectives) == pytest.approx(STEPS * said.total_bytes, rel=1e-12), place
+        assert all(tensor.dtype == torch.float32 for kept in state.tensors.values() for tensor in kept.values())
+
+
 @pytest.mark.parametrize("model", PROOF_SET)
 def test_no_dead_slot_costs_what_an_ordinary_job_costs(jobs: Any, model: str) -> None:
     """Catches overhead without failure: an extra collective or an extra byte against plain TP x DP.
