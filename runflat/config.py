@@ -15,6 +15,7 @@ from pydantic import Field, field_validator, model_validator
 
 from runflat.errors import ConfigError
 from runflat.plan.strategies import Strategy, parse_chain
+from runflat.plan.sync_groups import Sync
 from runflat.power.sections import DeviceSection, PowerSection, Section, check_power
 
 
@@ -205,6 +206,9 @@ class TrainSection(Section):
     """Steps between held-out losses; 0 takes one at the end only."""
     bucket_mb: float = Field(default=25.0, gt=0)
     """Size of a gradient bucket in MiB."""
+    sync: Annotated[Sync, tyro.conf.arg(aliases=("--sync",))] = "direct"
+    """How replicas of different degree sum gradients: direct (each unit among its holders) or reshard (inside each
+    replica to the layout of the most reduced one, then one to one: no path between other devices is needed)."""
     memory_every: int = Field(default=10, ge=0)
     """Steps between copies of each shard in another device's memory; 0 keeps none."""
     digest_every: int = Field(default=0, ge=0)

@@ -23,7 +23,7 @@ from runflat.parallel.tp_plan import ShardingRules, build_meta_model, read_rules
 from runflat.plan.batch import micro_batches
 from runflat.plan.plan import Place, Plan
 from runflat.plan.planner import build_plan, live_devices
-from runflat.plan.sync_groups import SyncLayout, sync_layout
+from runflat.plan.sync_groups import Sync, SyncLayout, sync_layout
 from runflat.plan.units import ModelSpec, ParamSpec, param_ranges
 from runflat.train.step import Trainer, train_step
 
@@ -39,7 +39,7 @@ class Case:
 
     The reference computes in float64 with eager attention whatever `dtype` and `attention` are. `compute_dtype` is that
     of the layers (none: `dtype`), `recompute` has backward compute them again. `in_memory` replaces gloo by a network
-    without sockets.
+    without sockets. `sync` is how replicas meet.
     """
 
     tp: int = 8
@@ -55,6 +55,7 @@ class Case:
     compute_dtype: torch.dtype | None = None
     recompute: bool = False
     in_memory: bool = False
+    sync: Sync = "direct"
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def plan_case(rules: ShardingRules, case: Case) -> tuple[Plan, SyncLayout]:
     """The plan of `case`, and its sync layout."""
     devices = live_devices(case.tp, case.num_replicas, case.dead)
     plan = build_plan(rules.spec, devices, case.tp, case.num_sequences, case.seq_len)
-    return plan, sync_layout(rules.spec, plan, BUCKET_BYTES, case.dtype.itemsize)
+    return plan, sync_layout(rules.spec, plan, BUCKET_BYTES, case.dtype.itemsize, case.sync)
 
 
 def unsharded(config: PreTrainedConfig, case: Case, batch: Batch, lift_casts: bool = True) -> Truth:

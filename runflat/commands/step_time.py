@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import tyro
 
 from runflat.errors import PlanError
-from runflat.perf.layout import Attention, Layout, Overlap, Precision, Recompute, Sync
+from runflat.perf.layout import Attention, Layout, Overlap, Precision, Recompute
+from runflat.plan.sync_groups import Sync
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -12,6 +12,7 @@ import tyro
 
 from runflat.commands.models import model_config
 from runflat.errors import ConfigError
+from runflat.plan.sync_groups import Sync
 from runflat.plan.units import parse_slot
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ class VerifyArgs:
     """Data-parallel replicas; none: as many as the dead slots name, at least 2."""
     dead: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """A dead slot as replica:slot, such as 1:3; may be repeated."""
+    sync: Sync = "direct"
+    """How the planned side sums gradients: direct, or reshard."""
     full: bool = False
     """Take the model's own sizes instead of a small model of the same architecture (needs memory for all devices)."""
     seed: int = 0
@@ -93,12 +96,15 @@ def _case(args: VerifyArgs) -> Case:
     replicas = args.replicas if args.replicas is not None else max(2, named)
     from runflat.check.verify import Case
 
-    return Case(tp=args.tp, num_replicas=replicas, dead=dead, num_sequences=2 * replicas + 1, seed=args.seed)
+    return Case(
+        tp=args.tp, num_replicas=replicas, dead=dead, num_sequences=2 * replicas + 1, seed=args.seed, sync=args.sync
+    )
 
 
 def _layout(args: VerifyArgs, case: Case) -> str:
     hurt = f"dead {', '.join(args.dead)}" if args.dead else "no dead slot"
-    return f"{case.num_replicas} replica{'s' if case.num_replicas > 1 else ''} at TP {case.tp}, {hurt}"
+    how = ", resharded" if case.sync == "reshard" else ""
+    return f"{case.num_replicas} replica{'s' if case.num_replicas > 1 else ''} at TP {case.tp}, {hurt}{how}"
 
 
 def _verdict(args: VerifyArgs, case: Case, lifted: Errors, tolerance: float) -> str:
@@ -181,6 +187,7 @@ def _as_json(args: VerifyArgs, case: Case, lifted: Errors, as_is: Errors, tolera
         "replicas": case.num_replicas,
         "dead": list(args.dead),
         "seed": case.seed,
+        "sync": case.sync,
         "steps": case.num_steps,
         "tolerance": tolerance,
         "passed": lifted.largest <= tolerance,

@@ -54,8 +54,16 @@ class LocalBucket:
 
     def launch(self) -> None:
         """Start the all-reduce; the gradients are final."""
+        self.pack()
+        self.reduce()
+
+    def pack(self) -> None:
+        """Copy what is no view into the flat buffer."""
         for copy in self.copies:
             copy.pack()
+
+    def reduce(self) -> None:
+        """Start the all-reduce of the flat buffer as it is."""
         if self.group is not None:
             self.work = self.group.launch_all_reduce(self.flat)
 

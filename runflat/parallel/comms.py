@@ -239,7 +239,10 @@ def _finished(work: Any, generation: int, network: Network, what: str) -> None:
 
 
 class Comms:
-    """The groups of one generation on one device: the world, this replica's TP group, and the sync groups."""
+    """The groups of one generation on one device: world, its replica's for TP and for resharding, sync groups.
+
+    `reshard` is None where nothing moves inside the replica.
+    """
 
     def __init__(
         self, store: Store, plan: Plan, layout: SyncLayout, place: Place, network: Network, cuda: bool = False
@@ -256,6 +259,8 @@ class Comms:
 
         self.world = form("world", plan.places)
         self.tp = form(f"tp{place[0]}", tp_members)
+        moving = any(number == place[0] for _, number in layout.resharded)
+        self.reshard = form(f"reshard{place[0]}", tp_members) if moving else None
         self.sync: dict[Members, Group] = {}
         for index, members in enumerate(layout.groups):
             if place in members:
@@ -271,5 +276,6 @@ class Comms:
 
     def close(self) -> None:
         """Drop all groups. Blocks while a collective of one of them is unfinished (gloo's destructor waits for it)."""
-        for group in (self.world, self.tp, *self.sync.values()):
-            group.close()
+        for group in (self.world, self.tp, self.reshard, *self.sync.values()):
+            if group is not None:
+                group.close()

@@ -1,4 +1,8 @@
-"""Gradient exchange between replicas of any degree (`direct`): flat buckets, launched while backward still runs.
+"""Gradient exchange between replicas of any degree: flat buckets, launched while backward still runs.
+
+One turn after the other, in one order on all devices: in `direct` a turn is the all-reduce of a bucket; in `reshard`
+that of all buckets of one position, with an all-to-all inside the replica before it, whose end is waited for when the
+next turn begins, and one after it, when backward is over: under the all-reduces that are still on their way.
 
 Kinds of tensor here
     flat      one buffer per bucket, in wire order: entry after entry, each entry row-major over *its own units only*.
@@ -12,6 +16,7 @@ Kinds of tensor here
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,9 +24,14 @@ from torch import nn
 
 from runflat.parallel.buckets import Copy, Exchange, LocalBucket
 from runflat.parallel.comms import Comms, Group
+from runflat.parallel.reshard import LocalMoves
 from runflat.plan.plan import Place, Plan
 from runflat.plan.sync_groups import Bucket, Entry, SyncLayout
 from runflat.plan.units import ModelSpec, ParamSpec, merge_ranges, shard_pieces
+
+Carrier = LocalBucket | LocalMoves
+Turn = tuple[LocalMoves | None, LocalBucket | None]
+"""What is launched together: moves inside the replica, if any, and then the bucket, if this device has one."""
 
 
 class GradSync:
@@ -58,13 +68,16 @@ class GradSync:
             (bucket, self._local(bucket, place, None) if place in bucket.members else None)
             for bucket in layout.exchange
         ]
+        self._moves = self._local_moves(layout, place)
         self._replicated = self._replicated_bucket(layout, plan, place)
+        self._turns = self._in_order(layout, place)
         self._contributes_equal = place[1] == replica.live_slots[0]
         self._place = place
         self._bind(layout, place)
         self._armed = False
         self._next = 0
         self._sources = dict(sources) if sources else {name: (param,) for name, param in self._params.items()}
+        self._arriving: LocalMoves | None = None
         self._hooks = [
             source.register_post_accumulate_grad_hook(self._hook(name))
             for name in self._params
@@ -77,20 +90,45 @@ class GradSync:
         return LocalBucket(bucket, place, group, self._new(bucket.numel))
 
     def _replicated_bucket(self, layout: SyncLayout, plan: Plan, place: Place) -> LocalBucket:
-        entries = tuple(Entry(name, 0, (), self._specs[name].numel) for name in layout.replicated)
+        entries = tuple(Entry(name, 0, (), self._specs[name].numel, plan.places) for name in layout.replicated)
         bucket = Bucket(-1, plan.places, entries)
         return self._local(bucket, place, self._comms.world)
 
+    def _local_moves(self, layout: SyncLayout, place: Place) -> dict[int, LocalMoves]:
+        """By position: what moves inside the replica."""
+        if self._comms.reshard is None:
+            return {}
+        summed = {bucket.position: local for bucket, local in zip(layout.of(place), self._buckets, strict=True)}
+        return {
+            position: LocalMoves(moves, place, self._comms.reshard, summed.get(position), self._new)
+            for position, moves in layout.moves(place[0]).items()
+        }
+
+    def _in_order(self, layout: SyncLayout, place: Place) -> list[Turn]:
+        """The turns of this device: by position, and the replicated parameters at the end."""
+        turns: list[tuple[int, Turn]] = [
+            (bucket.position, (self._moves.get(bucket.position), local))
+            for bucket, local in zip(layout.of(place), self._buckets, strict=True)
+        ]
+        own = {position for position, _ in turns}
+        turns += [(position, (moves, None)) for position, moves in self._moves.items() if position not in own]
+        turns.sort(key=lambda turn: turn[0])
+        return [*(turn for _, turn in turns), (None, self._replicated)]
+
     def _bind(self, layout: SyncLayout, place: Place) -> None:
         """Make each gradient a view of its bucket where possible, else a tensor of its own with copies."""
-        carried: dict[str, list[tuple[LocalBucket, int, Entry]]] = {name: [] for name in self._params}
+        carried: dict[str, list[tuple[Carrier, int, Entry]]] = {name: [] for name in self._params}
         pairs = list(zip(layout.of(place), self._buckets, strict=True))
         pairs += [(bucket, local) for bucket, local in self._exchange if local is not None]
         for bucket, local in pairs:
             offset = 0
             for entry in bucket.entries:
-                carried[entry.param].append((local, offset, entry))
+                if place in entry.holders:
+                    carried[entry.param].append((local, offset, entry))
                 offset += entry.numel
+        for moves in self._moves.values():
+            for offset, entry in moves.carried:
+                carried[entry.param].append((moves, offset, entry))
         offset = 0
         for name in layout.replicated:
             numel = self._specs[name].numel
@@ -100,12 +138,14 @@ class GradSync:
             if places:
                 self._bind_param(self._specs[name], places)
 
-    def _bind_param(self, spec: ParamSpec, places: list[tuple[LocalBucket, int, Entry]]) -> None:
+    def _bind_param(self, spec: ParamSpec, places: list[tuple[Carrier, int, Entry]]) -> None:
         param = self._params[spec.name]
         assert spec.dim is not None
         first, offset, _ = places[0]
         alone = all(local is first for local, _, _ in places) and (len(spec.segments) == 1 or spec.dim == 0)
-        if alone:
+        # A bucket of `reshard` may hold a segment in several entries, and between them units of other devices.
+        in_row = all(a + e.numel == b for (_, a, e), (_, b, _) in pairwise(places))
+        if alone and in_row and len(places) == len(spec.segments):
             param.grad = first.flat[offset : offset + param.numel()].view(param.shape)
             return
         param.grad = torch.zeros_like(param)
@@ -118,7 +158,7 @@ class GradSync:
             local.copies.append(Copy(param.grad, spec.dim, ranges, local.flat[offset : offset + entry.numel]))
 
     def _hook(self, name: str) -> Any:
-        waiting = [bucket for bucket in self._all_local() if name in bucket.params]
+        waiting = [bucket for bucket in self._carriers() if name in bucket.params]
         param = self._params[name]
 
         def ready(source: torch.Tensor) -> None:
@@ -141,14 +181,18 @@ class GradSync:
         exchanged = [local for _, local in self._exchange if local is not None]
         return [*self._buckets, self._replicated, *exchanged]
 
+    def _carriers(self) -> list[Carrier]:
+        return [*self._all_local(), *self._moves.values()]
+
     # ---- a step
 
     def zero(self) -> None:
         """Clear all gradients and forget an unfinished step."""
         self._armed = False
         self._next = 0
-        torch._foreach_zero_([bucket.flat for bucket in self._all_local()])
-        loose = {id(copy.grad): copy.grad for bucket in self._all_local() for copy in bucket.copies}
+        self._arriving = None
+        torch._foreach_zero_([carrier.flat for carrier in self._carriers()])
+        loose = {id(copy.grad): copy.grad for carrier in self._carriers() for copy in carrier.copies}
         if loose:
             torch._foreach_zero_(list(loose.values()))
         for name, sources in self._sources.items():
@@ -161,17 +205,36 @@ class GradSync:
         self._armed = True
         self._next = 0
         self._owed = {name: len(sources) for name, sources in self._sources.items()}
-        for bucket in self._all_local():
-            bucket.missing = set(bucket.params)
+        for carrier in self._carriers():
+            carrier.missing = set(carrier.params)
 
     def _launch_ready(self) -> None:
-        """Launch buckets in the global order; one that is ready early is held back, so that all devices agree."""
-        ordered = [*self._buckets, self._replicated]
-        while self._next < len(ordered) and not ordered[self._next].missing:
-            if ordered[self._next] is self._replicated:
-                self._mute_equal()
-            ordered[self._next].launch()
+        """Take the turns whose gradients are final, in order; one that is ready early is held back for the others."""
+        while self._next < len(self._turns) and not any(c.missing for c in self._turns[self._next] if c is not None):
+            moves, bucket = self._turns[self._next]
             self._next += 1
+            self._settle()
+            if bucket is self._replicated:
+                self._mute_equal()
+            if moves is None:
+                assert bucket is not None
+                bucket.launch()
+                continue
+            for carrier in (moves, bucket):
+                if carrier is not None:
+                    carrier.pack()
+            moves.send()
+            self._arriving = moves
+
+    def _settle(self) -> None:
+        """Take in what the last turn moved inside the replica, and start its all-reduce."""
+        moves, self._arriving = self._arriving, None
+        if moves is None:
+            return
+        self._comms.wait([moves.work], "gradient sync")
+        if moves.bucket is not None:
+            moves.add()
+            moves.bucket.reduce()
 
     def _mute_equal(self) -> None:
         """Where all devices of a replica have the same gradient, only the lowest live slot contributes it.
@@ -191,16 +254,20 @@ class GradSync:
         Raises:
             RuntimeError: a parameter took no part in the backward pass, so that its bucket was never complete.
         """
-        missing = sorted({name for bucket in self._all_local() for name in bucket.missing})
+        missing = sorted({name for carrier in self._carriers() for name in carrier.missing})
         if missing:
             raise RuntimeError(f"no gradient arrived for {', '.join(missing[:5])}: did the loss use all parameters?")
         received = self._launch_exchange()
-        works = [bucket.work for bucket in (*self._buckets, self._replicated)]
+        for moves, bucket in self._turns:
+            if moves is not None:
+                self._comms.wait([bucket.work if bucket else None], "gradient sync")
+                moves.give_back()
+        works = [carrier.work for carrier in self._carriers()]
         self._comms.wait([*works, *([received.work] if received else [])], "gradient sync")
         if received:
             received.add_up()
-        for bucket in self._all_local():
-            bucket.finish()
+        for carrier in self._carriers():
+            carrier.finish()
         self._armed = False
 
     def _launch_exchange(self) -> Exchange | None:

@@ -7,12 +7,12 @@ from typing import Literal
 
 from runflat.errors import PlanError
 from runflat.plan.batch import micro_batches
+from runflat.plan.sync_groups import Sync
 
 Recompute = Literal["none", "selective", "full"]
 Precision = Literal["bf16", "fp16", "fp8"]
 Attention = Literal["flash", "eager"]
 Overlap = Literal["none", "backward", "full"]
-Sync = Literal["direct", "reshard"]
 
 
 @dataclass(frozen=True)

@@ -252,13 +252,14 @@ class StepTimeModel:
         """Seconds in which healthy replicas bring a stage's gradients to a reduced degree and back (sync = reshard).
 
         The busiest device is one that does not take part in sync: it sends its whole shard before and gets it back
-        after.
+        after. Below half of the full degree it is one that does: it gets more than a shard, and sends it back.
         """
         layout = self.layout
         if layout.sync == "direct" or live == layout.tp:
             return 0.0
-        shard_bytes = self.params_per_device(stage, layout.tp) * layout.grad_bytes
-        return 2 * self._fabric.exchange_s(shard_bytes, layout.tp)
+        shard = self.params_per_device(stage, layout.tp)
+        moved = max(shard, self.params_per_device(stage, live) - shard)
+        return 2 * self._fabric.exchange_s(moved * layout.grad_bytes, layout.tp)
 
     def _optimizer(self, states: tuple[Replica, ...]) -> float:
         layout = self.layout

@@ -84,18 +84,27 @@ def device_memory(
 
 @dataclass(frozen=True)
 class Traffic:
-    """Collectives of one device and step: launches, and bytes sent per purpose (tp, sync, replicated, scalars)."""
+    """Collectives of one device and step: launches, and bytes sent per purpose.
+
+    `sync_bytes` go to other replicas, `reshard_bytes` stay inside the replica, before and after those.
+    """
 
     num_collectives: int
     tp_bytes: float
     sync_bytes: float
+    reshard_bytes: float
     replicated_bytes: float
     scalars_bytes: float
 
     @property
     def total_bytes(self) -> float:
         """Bytes sent in all."""
-        return self.tp_bytes + self.sync_bytes + self.replicated_bytes + self.scalars_bytes
+        return self.tp_bytes + self.exchange_bytes + self.replicated_bytes + self.scalars_bytes
+
+    @property
+    def exchange_bytes(self) -> float:
+        """Bytes sent for the gradients of what is split."""
+        return self.sync_bytes + self.reshard_bytes
 
 
 def all_reduce_bytes(payload_bytes: float, num_members: int) -> float:
@@ -137,14 +146,26 @@ def device_traffic(
         sync_bytes += all_reduce_bytes(total.numel * bytes_per_element, len(total.members))
         launches += total.num_buckets
     if layout.exchange:
-        sync_bytes += layout.exchange_numel(place) * bytes_per_element * (world - 1) / world
+        sync_bytes += layout.exchange_numel(place) * bytes_per_element
         launches += 1
+    reshard_bytes = float(layout.moved_numel(place) * bytes_per_element)
+    launches += 2 * sum(replica == place[0] for _, replica in layout.resharded)
     replicated = scalars = 0.0
     if world > 1:
         replicated = all_reduce_bytes(layout.replicated_numel * bytes_per_element, world)
         scalars = all_reduce_bytes(NUM_SCALARS * SCALAR_BYTES, world)
         launches += 2
-    return Traffic(launches, tp_bytes, sync_bytes, replicated, scalars)
+    return Traffic(launches, tp_bytes, sync_bytes, reshard_bytes, replicated, scalars)
+
+
+def exchange_messages(layout: SyncLayout, place: Place) -> int:
+    """Messages that `place` sends in one step for the gradients of what is split: sends to one peer each.
+
+    A ring all-reduce over n members is 2(n-1) of them, an all-to-all one for each peer that gets something.
+    """
+    reduced = sum(total.num_buckets * 2 * (len(total.members) - 1) for total in layout.totals_of(place))
+    peers = {peer for bucket in layout.exchange if place in bucket.members for peer in bucket.members} - {place}
+    return reduced + len(peers) + layout.num_moves(place)
 
 
 def loads(spec: ModelSpec, replica: ReplicaPlan, seq_len: int) -> dict[int, int]:

@@ -56,14 +56,14 @@ def step_seconds(
     compute_s = flops / (model.rate_flops * model.speed) * (RECOMPUTED if model.recompute else 1)
     how = (micro_batch, 4, model.compute_bytes, model.recompute)
     traffic = device_traffic(spec, plan, layout, place, seq_len, *how)
-    total_s = compute_s
+    total_s, sync_s = compute_s, 0.0
     if model.domain_bytes:
         total_s += traffic.tp_bytes / model.domain_bytes
+        sync_s += traffic.reshard_bytes / model.domain_bytes
     if model.network_bytes:
-        sync_s = (traffic.sync_bytes + traffic.replicated_bytes) / model.network_bytes
-        share = BACKWARD_SHARE / len(micro_batches(replica.num_sequences, micro_batch))
-        total_s += max(0.0, sync_s - share * compute_s)
-    return total_s
+        sync_s += (traffic.sync_bytes + traffic.replicated_bytes) / model.network_bytes
+    share = BACKWARD_SHARE / len(micro_batches(replica.num_sequences, micro_batch))
+    return total_s + max(0.0, sync_s - share * compute_s)
 
 
 class Pace:

@@ -80,7 +80,7 @@ def optimizer_settings(train: TrainSection) -> OptimizerSettings:
 def job_layout(job: Job, spec: ModelSpec, plan: Plan) -> SyncLayout:
     """Buckets and sync groups of `plan`."""
     bucket_bytes = int(job.train.bucket_mb * (1 << 20))
-    return sync_layout(spec, plan, bucket_bytes, state_dtype(job.train.dtype).itemsize)
+    return sync_layout(spec, plan, bucket_bytes, state_dtype(job.train.dtype).itemsize, job.train.sync)
 
 
 def worker_device(index: int) -> torch.device:

@@ -37,10 +37,11 @@ def test_pass(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     """Catches JSON that is not one object, or in which the two sides are mixed up."""
-    assert run([*LLAMA, "--json", "--replicas", "3", "--seed", "7"]) == 0
+    assert run([*LLAMA, "--json", "--replicas", "3", "--seed", "7", "--sync", "reshard"]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert found["passed"]
     assert (found["tp"], found["replicas"], found["dead"], found["seed"]) == (2, 3, ["1:0"], 7)
+    assert found["sync"] == "reshard"
     assert found["casts_lifted"]["largest"] < found["tolerance"] < found["as_is"]["largest"]
     assert found["casts_lifted"]["grads"].keys() == found["as_is"]["second_moments"].keys()
 

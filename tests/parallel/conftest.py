@@ -24,7 +24,7 @@ from runflat.parallel.shard import ShardedModel, initial_weights
 from runflat.parallel.tp_plan import ShardingRules, build_meta_model, read_rules
 from runflat.plan.plan import Place, Plan
 from runflat.plan.planner import build_plan, live_devices
-from runflat.plan.sync_groups import SyncLayout, sync_layout
+from runflat.plan.sync_groups import Sync, SyncLayout, sync_layout
 from runflat.train.step import Trainer, train_step
 
 Collective = tuple[str, int, int]
@@ -47,6 +47,7 @@ class Job:
     recompute: bool = False
     bucket_bytes: int = BUCKET_BYTES
     in_memory: bool = True
+    sync: Sync = "direct"
 
 
 @dataclass
@@ -78,7 +79,7 @@ def run_job(job: Job, around: Around | None = None) -> Ran:
     rules = read_rules(meta, job.tp)
     devices = live_devices(job.tp, job.num_replicas, job.dead)
     plan = build_plan(rules.spec, devices, job.tp, job.num_sequences, job.seq_len)
-    layout = sync_layout(rules.spec, plan, job.bucket_bytes, job.dtype.itemsize)
+    layout = sync_layout(rules.spec, plan, job.bucket_bytes, job.dtype.itemsize, job.sync)
     batch = small_batch(job.config.vocab_size, job.config.pad_token_id, job.num_sequences, job.seq_len, 1)
     settings = OptimizerSettings(lr=1e-2, schedule="constant", total_steps=job.num_steps)
     states = {place: RankState() for place in plan.places}

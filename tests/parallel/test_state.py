@@ -17,18 +17,19 @@ from runflat.plan.cost import held_numel, sequence_flops
 
 
 @pytest.mark.parametrize("in_memory", [False, True], ids=["gloo", "in memory"])
-@pytest.mark.parametrize("exchange", [False, True], ids=["groups", "exchange"])
+@pytest.mark.parametrize("mode", ["groups", "exchange", "reshard"])
 @pytest.mark.parametrize("model", ["qwen3", "qwen2"])
 def test_copies_have_the_same_bits_after_20_steps(
-    jobs: Any, monkeypatch: pytest.MonkeyPatch, model: str, exchange: bool, in_memory: bool
+    jobs: Any, monkeypatch: pytest.MonkeyPatch, model: str, mode: str, in_memory: bool
 ) -> None:
     """Catches holders that drift apart, by the order of a sum or by another rounding: parameters and moments."""
-    if exchange:
+    if mode == "exchange":
         monkeypatch.setattr(sync_groups, "MAX_COMMUNICATORS", 3)
     job, run = jobs
     config = proof_config(model, num_key_value_heads=4, num_hidden_layers=1)
-    ran = run(job(config, dead=((0, 1), (1, 3)), seq_len=8, num_sequences=3, num_steps=20, in_memory=in_memory))
-    assert bool(ran.layout.exchange) == exchange
+    places, sync = ((0, 1), (1, 3)), "reshard" if mode == "reshard" else "direct"
+    ran = run(job(config, dead=places, seq_len=8, num_sequences=3, num_steps=20, in_memory=in_memory, sync=sync))
+    assert bool(ran.layout.exchange) == (mode == "exchange")
     for name in ("weights", "exp_avg", "exp_avg_sq"):
         parts = {place: state.tensors[name] for place, state in ran.ranks.items()}
         anything = {param.name: torch.ones(param.shape) for param in ran.rules.spec.params}

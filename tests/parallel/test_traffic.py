@@ -11,14 +11,15 @@ import torch
 from runflat.check.small import PROOF_SET, proof_config
 from runflat.plan import sync_groups
 from runflat.plan.cost import device_traffic
+from runflat.plan.plan import Place
 
 STEPS = 2
 
 
 def sent_bytes(collectives: list[tuple[str, int, int]]) -> float:
     """Returns bytes sent: payload times the textbook factor of each collective."""
-    factors = {"all_reduce": 2.0, "all_to_all": 1.0}
-    return sum(factors[name] * payload * (n - 1) / n for name, payload, n in collectives)
+    factors = {"all_reduce": lambda n: 2 * (n - 1) / n, "all_to_all": lambda n: 1}  # to itself a device sends nothing
+    return sum(factors[name](n) * payload for name, payload, n in collectives)
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -32,16 +33,17 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("exchange", [False, True], ids=["groups", "exchange"])
+@pytest.mark.parametrize("mode", ["groups", "exchange", "reshard"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_traffic_is_what_the_plan_says(jobs: Any, monkeypatch: pytest.MonkeyPatch, layout: str, exchange: bool) -> None:
+def test_traffic_is_what_the_plan_says(jobs: Any, monkeypatch: pytest.MonkeyPatch, layout: str, mode: str) -> None:
     """Catches a collective that the plan does not count, or a plan that counts one that is not launched."""
-    if exchange:
+    if mode == "exchange":
         monkeypatch.setattr(sync_groups, "MAX_COMMUNICATORS", 2)
     job, run = jobs
-    task = job(proof_config("llama-gqa4"), num_steps=STEPS, **LAYOUTS[layout])
+    sync = "reshard" if mode == "reshard" else "direct"
+    task = job(proof_config("llama-gqa4"), num_steps=STEPS, sync=sync, **LAYOUTS[layout])
     ran = run(task)
-    assert bool(ran.layout.exchange) == (exchange and task.num_replicas > 1)
+    assert bool(ran.layout.exchange) == (mode == "exchange" and task.num_replicas > 1)
     for place, state in ran.ranks.items():
         said = device_traffic(ran.rules.spec, ran.plan, ran.layout, place, task.seq_len, task.micro_batch, 4)
         assert len(state.collectives) == STEPS * said.num_collectives, place
@@ -62,6 +64,39 @@ def test_traffic_of_precisions(jobs: Any, compute: torch.dtype, recompute: bool)
         assert len(state.collectives) == STEPS * said.num_collectives, place
         assert sent_bytes(state.collectives) == pytest.approx(STEPS * said.total_bytes, rel=1e-12), place
         assert all(tensor.dtype == torch.float32 for kept in state.tensors.values() for tensor in kept.values())
+
+
+@pytest.mark.parametrize(("tp", "wanted"), [(8, 0.80), (4, 0.65)])
+def test_direct_sends_less_than_reshard(jobs: Any, tp: int, wanted: float) -> None:
+    """Catches bytes that one mode sends for nothing: counted at the groups, one of `tp` slots dead, two replicas.
+
+    With S the gradients of all that is split and n devices, of which one is dead in replica 1: in `direct` a healthy
+    device sends S/n (two replicas: as much as its payload). In `reshard` a partner sends S/(n-1) and then gives back
+    its part of what the device without a partner had, S/(n(n-1)): together (n+1)/(n(n-1)). So the ratio is
+    (n-1)/(n+1): 0.78 and 0.6. All devices together send 2S, and 2S/n more. Units divide by n and n-1 here, so that this
+    is exact.
+    """
+    heads, blocks = tp * (tp - 1), 21 * tp
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": 4, "num_hidden_layers": 1}
+    config = proof_config("llama-gqa4", vocab_size=4 * blocks, intermediate_size=8 * blocks, **sizes)
+    job, run = jobs
+    sent: dict[str, dict[Place, float]] = {}
+    for sync in ("direct", "reshard"):
+        ran = run(job(config, tp=tp, dead=((1, 1),), num_sequences=2, seq_len=4, sync=sync))
+        sent[sync] = {
+            place: sent_bytes(state.collectives) - sent_besides(ran, place) for place, state in ran.ranks.items()
+        }
+    most = {sync: max(count for place, count in counts.items() if place[0] == 0) for sync, counts in sent.items()}
+    assert most["direct"] / most["reshard"] == pytest.approx((tp - 1) / (tp + 1))
+    assert most["direct"] <= wanted * most["reshard"]
+    total = {sync: sum(counts.values()) for sync, counts in sent.items()}
+    assert total["direct"] / total["reshard"] == pytest.approx(tp / (tp + 1))
+
+
+def sent_besides(ran: Any, place: Place) -> float:
+    """Returns the bytes that a device sends for tensor parallelism, replicated parameters and scalars."""
+    said = device_traffic(ran.rules.spec, ran.plan, ran.layout, place, 4, 2, 4)
+    return said.total_bytes - said.exchange_bytes
 
 
 @pytest.mark.parametrize("model", PROOF_SET)

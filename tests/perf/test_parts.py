@@ -1,5 +1,7 @@
 """Single kernels, collectives, shares: what the parts of a step are made of."""
 
+from collections import Counter
+
 import pytest
 
 from runflat.cluster.hardware import load_hardware
@@ -10,8 +12,11 @@ from runflat.perf.efficiency import Efficiencies
 from runflat.perf.layer_time import share_of
 from runflat.perf.layout import Layout, stage_layers
 from runflat.perf.shape import ModelShape, load_model, model_names
+from runflat.perf.step_time import Replica, Stage, StepTimeModel
 from runflat.plan.cost import held_numel, sequence_flops
-from runflat.plan.plan import ReplicaPlan
+from runflat.plan.plan import Place, ReplicaPlan
+from runflat.plan.planner import build_plan, live_devices
+from runflat.plan.sync_groups import sync_layout
 from runflat.plan.units import Kind, ModelSpec, ParamSpec, Segment
 
 H100 = load_hardware("h100")
@@ -89,6 +94,28 @@ def test_counts_agree_with_the_planner() -> None:
     replica = ReplicaPlan(0, ("0:0",), whole, 1)
     assert held_numel(spec, replica, 0) == shape.num_params
     assert sequence_flops(spec, replica, 0, 1024) == shape.model_flops(1024, 1024)
+
+
+@pytest.mark.parametrize("live", [7, 6, 4, 3, 1])
+def test_reshard_moves_what_the_plan_moves(live: int) -> None:
+    """Catches resharding whose price forgets the busiest device: the one that sends all, or below half one that gets.
+
+    Seconds are turned back into bytes, and compared with the largest transfer of one device in one direction.
+    """
+    shape = load_model("llama3-70b")
+    spec = spec_of(shape)
+    plan = build_plan(spec, live_devices(8, 2, [(1, slot) for slot in range(live, 8)]), 8, 32, 4096)
+    layout = sync_layout(spec, plan, 1 << 40, 4, "reshard")
+    moved: Counter[tuple[str, Place]] = Counter()
+    for move in (move for moves in layout.moves(0).values() for move in moves):
+        moved["out", move.source] += 4 * move.entry.numel
+        moved["in", move.target] += 4 * move.entry.numel
+    job = Layout(tp=8, pp=1, dp=2, global_batch=32, seq_len=4096, overlap_dp=False, sync="reshard")
+    predictor = StepTimeModel(H100, shape, job, PERFECT)
+    seconds = predictor.step([predictor.healthy, Replica((Stage(live),), 1)]).reshard_s
+    num_bytes = (seconds / 2 - H100.launch_us.value * 1e-6) * FABRIC.link_bytes_per_s
+    # Copies of KV heads travel once more than the model of step times knows.
+    assert num_bytes == pytest.approx(max(moved.values()), rel=0.02)
 
 
 def test_stages() -> None:
