@@ -11,16 +11,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from runflat.elastic.fakes import FakeWorker, Group
+from runflat.elastic.fake_group import Group
+from runflat.elastic.fakes import FakeWorker
 from runflat.elastic.messages import Failed, Message, Suspect
 from runflat.elastic.orders import Inject, Order
-from runflat.plan.plan import Plan, ReplicaPlan
+from runflat.plan.plan import Plan, ReplicaPlan, plan_from_json
 
 LATENCY_S = 0.001
 START_S = 0.3
 KILL_S = 0.01
 USUAL_SEQUENCES = 4
-IN_RECOVERY = ("abort", "barrier", "form", "transfer", "digest")
+IN_RECOVERY = ("detect", "abort", "barrier", "form", "transfer", "digest")
 AS_ANSWER = ("formfail", "lowmem")
 
 
@@ -54,8 +55,9 @@ class FakeLauncher:
         self.can_kill = True
         self.slow: dict[str, float] = {}
         """Devices that compute slowly, and how many times as long."""
-        self._faults = list(faults)
+        self.faults = list(faults)
         self._groups: dict[int, Group] = {}
+        self._plans: dict[str, Plan] = {}
         self._seen: dict[tuple[str, str], int] = {}
         self._inbox: deque[tuple[str, int, Message]] = deque()
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
@@ -72,7 +74,7 @@ class FakeLauncher:
         """Give an order to a device's present process; a fault that is injected is one more of its faults."""
         if isinstance(order, Inject):
             event = order.event
-            self._faults.append(Fault(event["event"], device, event.get("phase", "forward"), event.get("step", 0)))
+            self.faults.append(Fault(event["event"], device, event.get("phase", "forward"), event.get("step", 0)))
             return
         worker = self.workers.get(device)
         if worker is not None:
@@ -137,6 +139,12 @@ class FakeLauncher:
         slowest = max(self.slow.get(name, 1.0) for name in devices)
         return self.compute_s / USUAL_SEQUENCES * replica.num_sequences * slowest * len(replica.devices) / replica.tp
 
+    def read_plan(self, text: str) -> Plan:
+        """The plan of an order; the same object for all who get it."""
+        if text not in self._plans:
+            self._plans[text] = plan_from_json(text)
+        return self._plans[text]
+
     def group(self, plan: Plan) -> Group:
         """The groups of a generation."""
         return self._groups.setdefault(plan.generation, Group(plan))
@@ -153,11 +161,11 @@ class FakeLauncher:
         """Let the faults strike that wait for this moment; False when the work ends here."""
         key = (worker.name, phase)
         self._seen[key] = self._seen.get(key, 0) + 1
-        for fault in list(self._faults):
+        for fault in list(self.faults):
             due = self.committed() >= fault.step or phase in IN_RECOVERY
             if (fault.device, fault.phase) != key or not due or fault.kind in AS_ANSWER or fault.nth > self._seen[key]:
                 continue
-            self._faults.remove(fault)
+            self.faults.remove(fault)
             self.struck.append(fault)
             self._suffer(worker, fault.kind)
             return False
@@ -165,9 +173,9 @@ class FakeLauncher:
 
     def answers_with(self, worker: FakeWorker, kind: str, phase: str) -> bool:
         """Whether a fault of this kind is due for the worker here."""
-        for fault in self._faults:
+        for fault in self.faults:
             if (fault.kind, fault.device, fault.phase) == (kind, worker.name, phase):
-                self._faults.remove(fault)
+                self.faults.remove(fault)
                 self.struck.append(fault)
                 return True
         return False

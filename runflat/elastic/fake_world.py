@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 from runflat.elastic.actions import Action, Begin, Finish, Happening, Heard, Kill, Send, Start, Tick
 from runflat.elastic.fake_launcher import FakeLauncher
+from runflat.elastic.fake_rules import Rules
 from runflat.elastic.protocol import decide
-from runflat.elastic.state import Stage, State
+from runflat.elastic.state import State
 from runflat.elastic.watch import deadlines
 
 TICK_S = 0.25
@@ -16,7 +17,7 @@ TICK_S = 0.25
 class World:
     """The protocol without its executor: a fault in any phase is tried in milliseconds.
 
-    It makes sure that whatever happens, something is waited for, with a name and a deadline.
+    Every decision is held against the rules of `fake_rules`.
     """
 
     def __init__(self, state: State, launcher: FakeLauncher):
@@ -27,6 +28,7 @@ class World:
         """(when, what) of all that was decided."""
         self.finished: Finish | None = None
         self._begun = False
+        self._rules = Rules()
 
     @property
     def now(self) -> float:
@@ -37,14 +39,12 @@ class World:
         """Let the protocol decide, and do what it says."""
         if self.finished is not None:
             return
-        self.state, actions = decide(self.state, happening, self.now)
+        before = self.state
+        self.state, actions = decide(before, happening, self.now)
+        self._rules.check(before, happening, self.state, actions, self.now)
         for action in actions:
             self.actions.append((self.now, action))
             self._act(action)
-        if self.state.stage is not Stage.FINISHED:
-            due = deadlines(self.state)
-            assert due, f"nothing is waited for in {self.state.stage}"
-            assert all(deadline.name for deadline in due)
 
     def _act(self, action: Action) -> None:
         if isinstance(action, Send):

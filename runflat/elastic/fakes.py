@@ -11,27 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from runflat.elastic import messages, orders
-from runflat.plan.plan import Plan, ReplicaPlan, plan_from_json
+from runflat.elastic.fake_group import RESULTS, SCALARS, Group
+from runflat.plan.plan import Plan, ReplicaPlan
 
 HEARTBEAT_S = 0.25
-SCALARS = (1.0, 2.0, 2.0, 4.0, 0.0, 0.0, 0.0)
-"""Devices, loss sum, targets, squared norm, not finite, stop, switch: a loss of 1 and a gradient norm of 1."""
-ONES = dict.fromkeys(("loss", "grad_norm", "lr", "num_target_tokens"), 1)
-RESULTS: dict[str, Any] = {**ONES, "skipped": False, "sync_s": 0.0}
-"""What every step report says."""
-
-
-@dataclass
-class Group:
-    """The process groups of one generation: who is in them, and how many have come to each meeting point."""
-
-    plan: Plan
-    met: dict[tuple[str, int], set[str]] = field(default_factory=dict)
-
-    @property
-    def members(self) -> set[str]:
-        """Devices of the plan."""
-        return {self.plan.device(place) for place in self.plan.places}
+SAVE_EVERY = 5
+"""Steps between checkpoints."""
 
 
 class Surroundings(Protocol):
@@ -52,6 +37,9 @@ class Surroundings(Protocol):
 
     def compute_time_s(self, replica: ReplicaPlan, device: str | None = None) -> float:
         """Seconds that a step of `replica` takes on `device`, else on its slowest one, for which the others wait."""
+
+    def read_plan(self, text: str) -> Plan:
+        """The plan of an order."""
 
     def group(self, plan: Plan) -> Group:
         """The groups of a generation."""
@@ -80,6 +68,8 @@ class FakeWorker:
     holds: int = -1
     committed: int = 0
     complete: bool = False
+    final_of: Plan | None = None
+    """Plan under which the last complete gradients were made."""
     scalars: tuple[float, ...] | None = None
     plan: Plan | None = None
     prepared: Plan | None = None
@@ -146,6 +136,8 @@ class FakeWorker:
 
     def begin(self) -> None:
         """The process is up."""
+        if not self.at("import"):
+            return
         self.say(messages.Hello, pid=1)
         self.wait("an order")
         self.beat()
@@ -170,7 +162,7 @@ class FakeWorker:
             case orders.Switch():
                 self.switch = order
             case orders.Receive():
-                self.receiving = plan_from_json(order.plan)
+                self.receiving = self.world.read_plan(order.plan)
                 self.feeders = set()
                 if self.at("copy"):
                     self.say(messages.Listening, address=("127.0.0.1", 1))
@@ -193,7 +185,7 @@ class FakeWorker:
         self.floor = order.generation
         self.prepared = self.switch = self.receiving = None
         self.idle = True
-        if not self.at("abort"):
+        if not self.at("detect") or not self.at("abort"):
             return
         self.wait("an order")
         fields = {"committed": self.committed, "complete": self.complete, "holds": self.holds}
@@ -202,7 +194,7 @@ class FakeWorker:
         )
 
     def _take(self, order: orders.PlanOrder) -> None:
-        before, self.plan, resume = self.plan, plan_from_json(order.plan), order.resume
+        self.plan, resume = self.world.read_plan(order.plan), order.resume
         self.stop_at = resume.committed if resume.stop else None
         if not self.at("barrier"):
             return
@@ -216,8 +208,8 @@ class FakeWorker:
             self.committed = resume.committed  # a newcomer takes what the transfers bring
         elif resume.action == "forward" and self.committed == resume.committed - 1:
             assert self.complete, f"{self.name} is to apply step {self.committed} without its gradients"
-            assert before is not None
-            self.world.used(self.name, self.committed, before)
+            assert self.final_of is not None
+            self.world.used(self.name, self.committed, self.final_of)
             self.committed += 1
         assert self.committed == resume.committed, f"{self.name} is at {self.committed}, not {resume.committed}"
         self.complete = False
@@ -259,20 +251,24 @@ class FakeWorker:
         world, generation = self.world, group.plan.generation
         if self.committed in (world.num_steps, self.stop_at):
             self._end(group, stopped=self.committed < world.num_steps)
-        elif self.at("forward"):
+        elif (self.committed % SAVE_EVERY or self.at("checkpoint")) and self.at("forward"):
             place = group.plan.place(self.name)
             assert place is not None
             replica = group.plan.replica(place[0])
-            own_s = world.compute_time_s(replica, self.name)
-            self.after(own_s, lambda: self.wait("its replica"), generation)
-            self.after(world.compute_time_s(replica), lambda: self._sync(group), generation)
+            own_s, all_s = world.compute_time_s(replica, self.name), world.compute_time_s(replica)
+            self.after(own_s / 3, lambda: self._backward(group, own_s * 2 / 3, all_s - own_s / 3), generation)
+
+    def _backward(self, group: Group, own_s: float, all_s: float) -> None:
+        if self.at("backward"):
+            self.after(own_s, lambda: self.wait("its replica"), group.plan.generation)
+            self.after(all_s, lambda: self._sync(group), group.plan.generation)
 
     def _sync(self, group: Group) -> None:
         if self.at("sync"):
             self.meet("sync", group, lambda: self._barrier(group))
 
     def _barrier(self, group: Group) -> None:
-        self.complete = True
+        self.complete, self.final_of = True, group.plan
         if not self.at("commit"):
             return
         flags = group.met.setdefault(("flags", self.committed), set())
@@ -342,7 +338,7 @@ class FakeWorker:
             self.say(messages.Fed, committed=self.world.committed(), bytes=1)
 
     def _prepare(self, order: orders.Prepare) -> None:
-        plan = plan_from_json(order.plan)
+        plan = self.world.read_plan(order.plan)
         before = self.phase, self.waits_for
         if not self.at("join"):
             return

@@ -78,7 +78,8 @@ class Formation:
         # A store client of its own: shutting its socket ends a wait for a member that will never come.
         client = TCPStore(store[0], store[1], is_master=False, timeout=timeout)
         comms = Comms(client, self.plan, layout, place, self._network, cuda)
-        ones = torch.ones(1, device="cuda" if cuda else "cpu")
+        # Typed, since torch's default type belongs to the process: another thread may be building its model in float64.
+        ones = torch.ones(1, dtype=torch.float32, device="cuda" if cuda else "cpu")
         comms.world.all_reduce(ones)
         if int(ones) != comms.world.size:
             raise CommsError(f"the first all-reduce of generation {self.plan.generation} counted {int(ones)} devices.")

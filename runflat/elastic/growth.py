@@ -62,7 +62,7 @@ def _change_to(state: State, fit: Collection[str], now: float) -> tuple[str | No
     moves = state.planner.moves(_holdings(state), plan)
     if moves.lost:
         return f"no other device holds {moves.lost[0]}, so it cannot leave without loss", None
-    members = {plan.device(place) for place in plan.places}
+    members = set(plan.devices)
     gone = tuple(name for name in state.members() if name not in members)
     joining = joiners(state, decision)
     stage = GrowthStage.LISTEN if joining else GrowthStage.PREPARE

@@ -214,7 +214,7 @@ class Planner:
 
     def _moves(self, have: Mapping[str, Units], plan: Plan) -> Moves:
         """Each source sends as little as possible; a holder in the target's replica, so on its fast links, first."""
-        members = [plan.device(place) for place in plan.places]
+        members = plan.devices
         sent = dict.fromkeys(members, 0)
         moves: list[Move] = []
         lost: set[str] = set()

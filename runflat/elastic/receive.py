@@ -269,7 +269,7 @@ class Receiver:
             [exp_avg],
             [exp_avg_sq],
             [],
-            [torch.tensor(float(piece.optimizer_step))],
+            [torch.tensor(float(piece.optimizer_step), dtype=torch.float32)],
             foreach=True,
             amsgrad=False,
             beta1=settings.beta1,

@@ -148,7 +148,7 @@ def replan(turn: Turn) -> None:
 def _adopt(turn: Turn, plan: Plan, resume: Resume, reason: str) -> None:
     """Send the plan to its members; whoever is left over goes."""
     state = turn.state
-    members = [plan.device(place) for place in plan.places]
+    members = plan.devices
     over = [name for name in state.live() if name not in members]
     turn.send(over, Exit())
     for name in over:
@@ -179,7 +179,7 @@ def _adopt(turn: Turn, plan: Plan, resume: Resume, reason: str) -> None:
 
 def _resume(state: State, plan: Plan, *, restarts: bool) -> tuple[Resume | None, str]:
     """Where the members of `plan` go on from, and why; None if there is no place left to go on from."""
-    members = [plan.device(place) for place in plan.places]
+    members = plan.devices
     statuses = {name: state.statuses[name] for name in members if name in state.statuses}
     holdings = {n: state.plans[s.holds] for n, s in statuses.items() if s.holds in state.plans}
     wrong = state.distrust.wrong if state.distrust else {}

@@ -211,7 +211,7 @@ class Growth:
     @property
     def everyone(self) -> tuple[str, ...]:
         """Devices of the new plan and those that leave."""
-        return (*(self.plan.device(place) for place in self.plan.places), *self.leaving)
+        return (*self.plan.devices, *self.leaving)
 
 
 @dataclass(frozen=True)
@@ -336,7 +336,7 @@ class State:
 
     def members(self) -> tuple[str, ...]:
         """Devices of the plan."""
-        return tuple(self.plan.device(place) for place in self.plan.places) if self.plan else ()
+        return self.plan.devices if self.plan else ()
 
     def standing(self, *standings: Standing) -> tuple[str, ...]:
         """Names of the devices with one of these standings."""

@@ -67,7 +67,7 @@ def install_moments(optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Pa
     """Make `state`'s moments and step count those of `optimizer`, which owns `params`; the tensors are not copied."""
     for name, param in params.items():
         optimizer.state[param] = {
-            "step": torch.tensor(float(state.optimizer_step)),
+            "step": torch.tensor(float(state.optimizer_step), dtype=torch.float32),
             "exp_avg": state.tensors["exp_avg"][name],
             "exp_avg_sq": state.tensors["exp_avg_sq"][name],
         }
@@ -371,7 +371,7 @@ def _exchange(
     ends = [end for pair in lengths for end in zip(("source", "target"), pair, strict=True)]
     most_peers = max((ends.count(end) for end in set(ends)), default=1)
     step = max(limit_bytes // 8 // most_peers, 1)
-    order = [change.new.device(place) for place in change.new.places]
+    order = list(change.new.devices)
     out = {message.target: words for message, words in outgoing.items()}
     into = {message.source: words for message, words in incoming.items()}
     nothing = torch.empty(0, dtype=torch.int64, device=change.torch_device)

@@ -61,6 +61,11 @@ class Plan:
         """Live places, by replica then slot; a device's rank in the world is its position here."""
         return tuple((replica.replica, slot) for replica in self.replicas for slot in replica.live_slots)
 
+    @cached_property
+    def devices(self) -> tuple[str, ...]:
+        """Device ids, in the order of the places."""
+        return tuple(self.device(place) for place in self.places)
+
     @property
     def num_sequences(self) -> int:
         """Sequences of the global batch."""

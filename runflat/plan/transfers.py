@@ -35,7 +35,7 @@ def transfers(spec: ModelSpec, old: Plan, new: Plan, bytes_per_element: int) -> 
     lost = lost_units(spec, old, new)
     for kind, units in lost.items():
         raise PlanError(f"no live device holds {kind} unit {units[0]}: its state must come from a checkpoint.")
-    alive = {new.device(place) for place in new.places}
+    alive = set(new.devices)
     held = holders(spec, old)
     sources: dict[tuple[str, int], list[str]] = {}
     sent: dict[str, int] = dict.fromkeys(alive, 0)

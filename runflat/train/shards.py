@@ -168,7 +168,7 @@ def load_optimizer_state(
         weight = params[param.name]
         ranges = ranges_of[param.name]
         optimizer.state[weight] = {
-            "step": torch.tensor(float(step)),
+            "step": torch.tensor(float(step), dtype=torch.float32),
             "exp_avg": first(param, ranges).to(device=weight.device, dtype=weight.dtype),
             "exp_avg_sq": second(param, ranges).to(device=weight.device, dtype=weight.dtype),
         }
