@@ -29,6 +29,15 @@ class Line:
     is_dashed: bool = False
     has_dots: bool = False
 
+    def __post_init__(self) -> None:
+        """Check the lengths.
+
+        Raises:
+            ValueError: a value for each x is missing, or there are too many.
+        """
+        if len(self.y) != len(self.x) or {len(self.low), len(self.high)} not in ({0}, {len(self.x)}):
+            raise ValueError(f"line {self.label!r} has {len(self.x)} x and {len(self.y)} y, or an unequal band")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:

@@ -27,9 +27,9 @@ def compare_views(path: Path) -> tuple[View, list[RunData]]:
         runs = [read_run(path.parent / Path(row["run"]).name) for row in rows]
         table = _table(rows)
         tiles = _tiles(rows)
+        figures = [figure for figure in (_goodput(rows), _speed(chains, runs)) if figure is not None]
     except (LookupError, TypeError, ValueError) as error:
         raise DataError(f"{path} is no comparison of this version ({type(error).__name__}: {error}).") from error
-    figures = [figure for figure in (_goodput(rows), _speed(chains, runs)) if figure is not None]
     view = View(
         key="v0",
         name="comparison",

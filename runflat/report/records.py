@@ -132,8 +132,12 @@ def number(row: Row, key: str, default: float | None = None) -> float | None:
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise BadRowError(f"{key} is {value!r}, not a number")
-    return float(value) if math.isfinite(value) else None
+        raise BadRowError(f"{key} is {repr(value)[:60]}, not a number")
+    try:
+        found = float(value)
+    except OverflowError:
+        raise BadRowError(f"{key} is beyond all numbers that are used here") from None
+    return found if math.isfinite(found) else None
 
 
 def needed(row: Row, key: str) -> float:
@@ -257,5 +261,5 @@ def plan_view(data: Row) -> PlanView:
             for entry in data["replicas"]
         )
         return PlanView(generation=int(data["generation"]), tp_full=int(data["tp_full"]), replicas=replicas)
-    except (LookupError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, ValueError, OverflowError) as error:
         raise BadRowError(f"not a plan ({error})") from None

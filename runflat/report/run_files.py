@@ -5,13 +5,13 @@ A file that is missing, cut off or foreign costs what it would have said and a l
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from runflat.errors import DataError
+from runflat.report.json_files import JsonLines, checked, read_json
 from runflat.report.records import (
     BadRowError,
     ChangeRow,
@@ -92,8 +92,8 @@ class RunData:
     def layout(self) -> tuple[int, int]:
         """(full degree, replicas) of the configuration, or of the first plan; (0, 0) if neither is there."""
         layout = self.config.get("layout")
-        if isinstance(layout, Mapping) and isinstance(layout.get("tp"), int):
-            return layout["tp"], int(layout.get("replicas", 1))
+        if layout is not None:
+            return layout["tp"], layout["replicas"]
         if self.plans:
             first = self.plans[min(self.plans)]
             return first.tp_full, len(first.replicas)
@@ -131,60 +131,6 @@ class RunData:
         return max([*ends, *([self.starts_s[-1] + last] if last is not None else [])], default=0.0)
 
 
-class JsonLines:
-    """A file of JSON lines that grows, or is written anew."""
-
-    def __init__(self, path: Path):
-        """Nothing is read yet."""
-        self.path = path
-        self._offset = 0
-        self._file_id: tuple[int, int] | None = None
-        self._tail = b""
-
-    def poll(self) -> tuple[bool, list[tuple[Row | None, str]]]:
-        """(whether it was written anew, rows since the last look); a line that is no JSON object is None, with why."""
-        try:
-            with self.path.open("rb") as file:
-                stat = self.path.stat()
-                anew = self._file_id is not None and (
-                    self._file_id != (stat.st_dev, stat.st_ino) or stat.st_size < self._offset
-                )
-                if anew:
-                    self._offset, self._tail = 0, b""
-                self._file_id = (stat.st_dev, stat.st_ino)
-                file.seek(self._offset)
-                data = file.read()
-        except OSError:
-            return False, []
-        self._offset += len(data)
-        *lines, self._tail = (self._tail + data).split(b"\n")
-        return anew, [_decode(line) for line in lines if line.strip()]
-
-    @property
-    def unfinished(self) -> bool:
-        """Whether the last line has no end: cut off, or still being written."""
-        return bool(self._tail.strip())
-
-
-def _decode(line: bytes) -> tuple[Row | None, str]:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        return None, f"not JSON ({error})"
-    return (row, "") if isinstance(row, dict) else (None, "no JSON object")
-
-
-def read_json(path: Path) -> tuple[Mapping[str, Any], str | None]:
-    """(object of a JSON file, what is wrong with it); a file that is not there is empty and has no problem."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}, None
-    except (OSError, ValueError) as error:
-        return {}, f"{path.name} cannot be used: {error}"
-    return (data, None) if isinstance(data, dict) else ({}, f"{path.name} cannot be used: it holds no JSON object")
-
-
 @dataclass
 class _Kept:
     """Rows of one file, with their session: time that goes back begins a new one."""
@@ -218,7 +164,7 @@ class RunFiles:
         self._events = JsonLines(folder / "events.jsonl")
         self._stamps: dict[str, tuple[int, int]] = {}
         self._objects: dict[str, Mapping[str, Any]] = {}
-        self._object_problems: dict[str, str | None] = {}
+        self._object_problems: dict[str, list[str]] = {}
         self._plans: dict[int, PlanView] = {}
         self._bad_plans: dict[int, str] = {}
         self._forget_steps()
@@ -264,7 +210,9 @@ class RunFiles:
         if self._stamps.get(name) == stamp:
             return False
         self._stamps[name] = stamp
-        self._objects[name], self._object_problems[name] = read_json(path)
+        data, problem = read_json(path)
+        self._objects[name], problems = checked(name, data)
+        self._object_problems[name] = [*([problem] if problem else []), *problems]
         return True
 
     def _take_step(self, row: Row | None, why: str) -> None:
@@ -357,7 +305,7 @@ class RunFiles:
         )
 
     def _problems(self) -> list[str]:
-        found = [text for text in self._object_problems.values() if text]
+        found = [text for texts in self._object_problems.values() for text in texts]
         for lines, kept in ((self._steps, self._step_file), (self._events, self._event_file)):
             if kept.num_bad:
                 found.append(f"{lines.path.name}: {kept.num_bad} lines cannot be used: {'; '.join(kept.bad)}")

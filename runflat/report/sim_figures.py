@@ -76,9 +76,9 @@ def _throughput(rows: Sequence[Result]) -> Figure | None:
                 Line(
                     label=str(row["candidate"]),
                     x=x,
-                    y=tuple(mean),
-                    low=tuple(low),
-                    high=tuple(high),
+                    y=tuple(map(float, mean)),
+                    low=tuple(map(float, low)),
+                    high=tuple(map(float, high)),
                     color=color_of(index),
                 )
             )

@@ -26,6 +26,10 @@ ACTION_WORDS = {
 """What became of the step in flight, by the word of events.jsonl."""
 
 
+LARGEST = 1e100
+"""Numbers of result files beyond this are damage."""
+
+
 @dataclass(frozen=True, slots=True)
 class Tile:
     """A number up front: what it is, its value, a few more words."""
@@ -189,6 +193,18 @@ def _incident_table(rows: Sequence[IncidentRow]) -> Table:
     )
 
 
+def _drawable(text: str) -> int | float:
+    """A number that can be drawn.
+
+    Raises:
+        ValueError: it is beyond all that anybody measures.
+    """
+    value = float(text)
+    if abs(value) > LARGEST:
+        raise ValueError(f"{text[:20]}... is too large a number")
+    return int(text) if text.lstrip("-").isdigit() else value
+
+
 def read_result(path: Path) -> Mapping[str, Any]:
     """A result file.
 
@@ -196,8 +212,9 @@ def read_result(path: Path) -> Mapping[str, Any]:
         DataError: it cannot be read, or is no JSON object.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        text = path.read_text(encoding="utf-8")
+        data = json.loads(text, parse_int=_drawable, parse_float=_drawable, parse_constant=lambda _: None)
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path} cannot be reported: {error}. Give a run's folder or a result file.") from error
     if not isinstance(data, dict):
         raise DataError(f"{path} cannot be reported: it holds no JSON object. Give a run's folder or a result file.")
