@@ -12,11 +12,13 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from runflat.check.chaos import Sight, Source, Strike, takes_away
+from runflat.check.flat import Sample, at_rest
 from runflat.check.live import Command, Footprint, Watch, session_footprint, session_processes, until
 from runflat.cluster.events import Event, EventKind, event_to_json
 from runflat.elastic.requests import Action, answer, post
@@ -37,6 +39,10 @@ SECONDS_PER_FAULT = 15.0
 PAUSE_S = (0.1, 0.8)
 """Between the end of one strike and the next."""
 WARM_STEPS = 20
+REST_S = 45.0
+"""Longest time for the groups of plans that were left to go: gloo drops one when its last collective has timed out."""
+SAMPLE_S = 1.0
+"""Least time between two looks at what the run occupies."""
 BY_REQUEST: Mapping[EventKind, Action] = {EventKind.DRAIN: "drain", EventKind.RETURN: "return"}
 IN_PLACE = ("active", "draining")
 AWAY = ("lost", "out", "parked")
@@ -48,12 +54,18 @@ class Outcome:
 
     num_faults: int = 0
     num_missed: int = 0
+    num_left_out: int = 0
+    """Faults of a log whose devices were not there."""
     struck: dict[str, int] = field(default_factory=dict)
     """Faults by kind and phase."""
     hangs: int = 0
     problems: list[str] = field(default_factory=list)
     before: Footprint | None = None
     after: Footprint | None = None
+    samples: list[Sample] = field(default_factory=list)
+    """What the run occupied on the way, whenever all devices were there."""
+    rest_s: float = 0.0
+    """Seconds after the last steps until no more was occupied than before the first fault, or that was given up."""
     wall_s: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
@@ -89,10 +101,12 @@ class ChaosRun:
         self._number = 0
         self._pending: _Pending | None = None
         self._free_at = 0.0
+        self._sampled = 0.0
         self._pauses = random.Random(num_faults)
         self._progress = (0, 0.0)
         self._job: dict[str, Any] = {}
         self._began = 0.0
+        self._session = 0
 
     @property
     def _now(self) -> float:
@@ -126,17 +140,39 @@ class ChaosRun:
         session = command.process.pid
         self._until(command, START_S, "the first steps", lambda: self._settled(WARM_STEPS))
         self._outcome.before = session_footprint(session)
+        self._session = session
         limit_s = SECONDS_PER_FAULT * self._num_faults + END_S
         self._until(command, limit_s, f"{self._num_faults} faults", self._all_struck)
         self._until(command, END_S, "all devices to be back", self._all_back)
         last = self._job["step"]
         self._until(command, END_S, "the last steps", lambda: self._settled(last + WARM_STEPS))
-        self._outcome.after = session_footprint(session)
+        self._outcome.num_left_out = self._source.num_left_out
+        self._rest(command)
         command.process.send_signal(signal.SIGINT)
         try:
             command.process.wait(END_S)
         except subprocess.TimeoutExpired:
             raise _OverError(f"the run did not end within {END_S:.0f} s of being asked to", hang=True) from None
+
+    def _rest(self, command: Command) -> None:
+        """Wait until the run occupies no more than before the first fault, for as long as gloo may take."""
+        began, before = self._now, self._outcome.before
+        assert before is not None
+
+        def resting() -> bool:
+            self._look(command)
+            after = self._outcome.after = session_footprint(self._session)
+            return at_rest(before, after)
+
+        with suppress(RunError):
+            until("what was occupied before", resting, REST_S)
+        self._outcome.rest_s = self._now - began
+
+    def _sample(self) -> None:
+        """Note what the run occupies, while all devices are there."""
+        if self._now - self._sampled >= SAMPLE_S and self._settled(0):
+            self._sampled = self._now
+            self._outcome.samples.append(Sample(self._outcome.num_faults, session_footprint(self._session)))
 
     def _until(self, command: Command, limit_s: float, what: str, done: Callable[[], bool]) -> None:
         """Wait for what the job is to do, and see what has changed each time.
@@ -194,6 +230,7 @@ class ChaosRun:
 
     def _all_struck(self) -> bool:
         """Go on with the strikes; whether there are enough of them, or no more."""
+        self._sample()
         self._turn()
         return self._outcome.num_faults >= self._num_faults or (self._source.exhausted and not self._pending)
 

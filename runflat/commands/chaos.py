@@ -18,7 +18,6 @@ from runflat.errors import ConfigError
 if TYPE_CHECKING:
     from runflat.check.chaos_run import Outcome
     from runflat.check.checker import Counts
-    from runflat.check.live import Footprint
 
 DESCRIPTION = """Train a tiny model on eight workers and strike them at random: kills, stops, cut links, drains, some
 two at a time, in every phase of a step, of a recovery and of a return. Then count what was lost.
@@ -40,11 +39,6 @@ TRAIN = (
 )
 """A learning rate so low that rounding does not grow over thousands of steps: any step done wrongly stays visible."""
 TEXT_LINES = 4000
-SPARE_COUNT = 16
-SPARE_BYTES = 128 << 20
-GROWTH = 1.25
-"""Flat means: after all faults at most this many times what it was, and a few more: groups of a plan that was left go
-on a side thread, a while after the plan. It does not grow with the number of faults."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +84,7 @@ def chaos(args: ChaosArgs, run: Path, say: Callable[[str], object]) -> dict[str,
     """The whole of it: run, strike, check; returns what `--json` prints."""
     from runflat.check.chaos import Random, Replay
     from runflat.check.chaos_run import ChaosRun
+    from runflat.check.flat import memory_windows
     from runflat.cluster.events import read_events
 
     replicas, tp = LAYOUTS[args.seed % len(LAYOUTS)]
@@ -106,10 +101,12 @@ def chaos(args: ChaosArgs, run: Path, say: Callable[[str], object]) -> dict[str,
     outcome = ChaosRun(run, flags, source, num_faults, say).go()
     counts = _count(run, args.seed, outcome, say)
     leaks = _leaks(outcome)
+    windows = memory_windows(outcome.samples)
     problems = [*outcome.problems, *counts.problems, *leaks]
     rest = {"seed": args.seed, "layout": f"{replicas}x{tp}", "on_failure": args.on_failure}
     found = {**outcome.to_json(), **counts.to_json(), "hangs": outcome.hangs + counts.hangs}
-    return {**rest, **found, "flat": not leaks, "problems": problems, "clean": not problems}
+    flat = {"flat": not leaks, "memory_windows_bytes": windows}
+    return {**rest, **found, **flat, "problems": problems, "clean": not problems}
 
 
 def _count(run: Path, seed: int, outcome: Outcome, say: Callable[[str], object]) -> Counts:
@@ -143,31 +140,21 @@ def _count(run: Path, seed: int, outcome: Outcome, say: Callable[[str], object])
 
 def _leaks(outcome: Outcome) -> list[str]:
     """In words what the run occupies more of after all faults than before the first."""
+    from runflat.check.flat import leaks
+
     before, after = outcome.before, outcome.after
-    if before is None or after is None:
-        return []
-    found = []
-    for name in ("num_processes", "num_descriptors", "num_threads", "num_sockets", "num_ports"):
-        one, other = getattr(before, name), getattr(after, name)
-        if other > GROWTH * one + SPARE_COUNT:
-            found.append(f"{name.removeprefix('num_')}: {one} before, {other} after")
-    if after.resident_bytes > GROWTH * before.resident_bytes + SPARE_BYTES:
-        found.append(f"memory: {_mb(before)} before, {_mb(after)} after")
-    return found
-
-
-def _mb(footprint: Footprint) -> str:
-    return f"{footprint.resident_bytes / 1e6:.0f} MB"
+    return [] if before is None or after is None else leaks(before, after, outcome.samples)
 
 
 def _tell(result: dict[str, Any]) -> None:
     """The result for people."""
     recovery = ", ".join(f"{name} {value:.2f} s" for name, value in result["recovery_s"].items() if value is not None)
     rows: Sequence[tuple[str, object]] = (
-        ("faults", f"{result['num_faults']} ({result['num_missed']} more found nothing to strike)"),
+        ("faults", f"{result['num_faults']} ({_more(result)})"),
         *((name.replace("_", " "), result[name]) for name in COUNTS),
         ("recovery", recovery or "there was none"),
         *((name, _occupied(result, key)) for name, key in OCCUPIED),
+        ("memory, by halves", _halves(result["memory_windows_bytes"])),
     )
     for name, value in rows:
         print(f"  {name:<24} {value}")
@@ -178,12 +165,23 @@ def _tell(result: dict[str, Any]) -> None:
 
 COUNTS = (
     *("hangs", "committed_steps_lost", "steps_applied_twice", "steps_gone_back"),
-    *("sequences_lost", "sequences_doubled", "mismatches"),
+    *("sequences_lost", "sequences_doubled", "mismatches", "mismatches_injected", "mismatches_found"),
 )
 OCCUPIED = (
     *(("processes", "num_processes"), ("descriptors", "num_descriptors"), ("threads", "num_threads")),
     *(("sockets", "num_sockets"), ("ports", "num_ports"), ("memory, bytes", "resident_bytes")),
 )
+
+
+def _more(result: dict[str, Any]) -> str:
+    text = f"{result['num_missed']} more found nothing to strike"
+    return text + (f", {result['num_left_out']} of the log were left out" if result["num_left_out"] else "")
+
+
+def _halves(windows: tuple[int, int] | None) -> str:
+    if windows is None:
+        return "too few looks to judge"
+    return f"{windows[0] / 1e6:.0f} MB, then {windows[1] / 1e6:.0f} MB (medians, after a quarter of the faults)"
 
 
 def _occupied(result: dict[str, Any], key: str) -> str:

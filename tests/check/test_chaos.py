@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,21 @@ def test_random_reaches_every_kind_and_phase() -> None:
     assert phases == set(PHASES)
 
 
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_every_kind_comes_in_200_faults(seed: int) -> None:
+    """Catches a kind that is possible too rarely to ever strike, as a flipped bit was: it takes that all are there."""
+    source, struck, away, faults = Random(seed), set[str](), set[str](), 0
+    while faults < 200:
+        strike = source.next(sight(frozenset(away), step=10 * faults))
+        assert strike is not None
+        assert len(away) == 0 or all(event.event is not EventKind.CORRUPT for event in strike.events)
+        struck |= {event.event.value for event in strike.events}
+        faults += strike.num_faults
+        away -= {event.place for event in strike.events if event.event is EventKind.RETURN}
+        away |= strike.losing
+    assert struck == {"kill", "stop", "slow", "flake", "drain", "return", "corrupt"}
+
+
 def test_same_seed_same_strikes() -> None:
     """Catches a choice that is not the seed's."""
     one, other = (Random(7) for _ in range(2))
@@ -99,8 +115,18 @@ def test_replay_strikes_when_step_and_devices_are_there() -> None:
     assert source.next(sight(absent, step=130, time_s=10.0)) is None
     assert source.next(sight(absent, step=140, time_s=20.0)) is None
     assert not source.exhausted
+    assert source.num_left_out == 0
     assert source.next(sight(absent, step=150, time_s=30.0)) is None
     assert source.exhausted
+    assert source.num_left_out == 1
+
+
+def test_a_replayed_flip_waits_until_all_are_there() -> None:
+    """Catches a flipped bit that is fed to a device that joins, so that digests name others than the one it was in."""
+    flip = Event(event=EventKind.CORRUPT, device="1:1", step=102, phase="forward", target="weight", seed=1)
+    source = Replay([flip])
+    assert source.next(sight(frozenset({"0:1"}), step=101)) is None
+    assert source.next(sight(step=101)) == Strike((flip,))
 
 
 @pytest.mark.process
@@ -115,3 +141,35 @@ def test_chaos_of_30_faults_loses_nothing(tmp_path: Path, capsys: pytest.Capture
     zero = ("hangs", "committed_steps_lost", "sequences_lost", "sequences_doubled", "mismatches")
     assert {name: result[name] for name in zero} == dict.fromkeys(zero, 0)
     assert set(result["recovery_s"]) == {"median", "p99", "max"}
+
+
+LOG = (
+    {"event": "corrupt", "device": "1:3", "step": 24, "phase": "forward", "target": "weight", "seed": 5}
+    | {"detail": "strike 1"},
+    {"event": "kill", "device": "0:2", "step": 46, "phase": "backward", "detail": "strike 2"},
+    {"event": "kill", "device": "1:1", "step": 46, "phase": "sync", "detail": "strike 2"},
+)
+"""A flipped bit, and two kills at once."""
+
+
+def _undated(rows: Sequence[Mapping[str, object]]) -> list[tuple[object, ...]]:
+    """Faults as they were meant; those of one strike in the order of their devices, since any may come first."""
+    return sorted(tuple(row.get(key) for key in ("step", "device", "event", "phase", "target", "seed")) for row in rows)
+
+
+@pytest.mark.process
+@pytest.mark.timeout(300)
+def test_replay_of_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a log whose faults do not strike again, and a flipped bit that nobody finds or nobody counts."""
+    log = tmp_path / "log.jsonl"
+    log.write_text("".join(json.dumps(row) + "\n" for row in LOG))
+    run = tmp_path / "run"
+    code = chaos.main(["--seed", "0", "--replay", str(log), "--run", str(run), "--json"])
+    result = json.loads(capsys.readouterr().out)
+    assert result["problems"] == []
+    assert code == 0
+    struck = [json.loads(line) for line in (run / "chaos.jsonl").read_text().splitlines()]
+    assert struck[1]["detail"] == struck[2]["detail"] != struck[0]["detail"]
+    assert _undated(struck) == _undated(LOG)
+    assert (result["num_faults"], result["num_left_out"]) == (3, 0)
+    assert (result["mismatches_injected"], result["mismatches_found"], result["mismatches"]) == (1, 1, 0)

@@ -235,13 +235,23 @@ def test_standstill(recorded: Recorded, tmp_path: Path) -> None:
 
 
 def test_mismatch_that_nobody_injected(recorded: Recorded, tmp_path: Path) -> None:
-    """Catches a checker that passes over a digest that differed; one `corrupt` explains one of them."""
+    """Catches a checker that passes over a digest that differed, or takes a bit flipped later or elsewhere for it."""
     run = recorded.copy(tmp_path)
     path = run / "events.jsonl"
     text = path.read_text()
     incident = next(json.loads(line) for line in text.splitlines() if '"incident"' in line)
-    path.write_text(text + json.dumps(incident | {"cause": "digest of mlp 3 differs"}) + "\n")
-    assert check(run, recorded.truth).mismatches == 1
-    row = {"event": "corrupt", "device": "1:1", "step": 3, "target": "moment"}
-    path.write_text(path.read_text() + json.dumps(row) + "\n")
-    assert check(run, recorded.truth).mismatches == 0
+    found = json.dumps(incident | {"device": "0:1 1:1", "cause": "digest of mlp 3 differs"}) + "\n"
+    flip = {"event": "corrupt", "device": "1:1", "step": 3, "target": "moment"}
+    flips = [json.dumps(flip | {"device": device}) + "\n" for device in ("1:1", "0:0")]
+
+    def counted(lines: str) -> tuple[int, int, int]:
+        path.write_text(text + lines)
+        counts = check(run, recorded.truth)
+        return counts.mismatches_injected, counts.mismatches_found, counts.mismatches
+
+    assert counted(found) == (0, 0, 1)
+    assert counted(flips[0] + found) == (1, 1, 0)
+    assert counted(flips[0] + found + found) == (1, 1, 1)
+    assert counted(found + flips[0]) == (1, 0, 1)
+    assert counted(flips[1] + found) == (1, 0, 1)
+    assert counted(flips[1]) == (1, 0, 0)
