@@ -35,10 +35,10 @@ SLOW_S = 1.0
 SLOW_FACTOR = 3.0
 WEIGHTS: Mapping[str, float] = {
     "kill": 30, "two kills": 16, "kill in recovery": 14, "kill at a leave": 4, "drain": 8, "flake": 10,
-    "short stop": 8, "slow": 6, "long stop": 2, "corrupt": 40, "kill of a newcomer": 12, "kill at a return": 6,
+    "short stop": 8, "slow": 6, "long stop": 2, "corrupt": 20, "kill of a newcomer": 12, "kill at a return": 6,
 }  # fmt: skip
 """How often each kind of strike is chosen, where it is possible. A flipped bit is possible only while all devices are
-there, which they are at one strike in nine: in 200 faults some eight bits flip."""
+there, which they are at one strike in nine."""
 LETHAL = frozenset({EventKind.KILL, EventKind.DRAIN})
 
 
