@@ -165,7 +165,7 @@ class FakeWorker:
                 self.receiving = self.world.read_plan(order.plan)
                 self.feeders = set()
                 if self.at("copy"):
-                    self.say(messages.Listening, address=("127.0.0.1", 1))
+                    self.say(messages.Listening, generation=order.generation, address=("", order.generation))
             case orders.Feed():
                 self._feed(order)
             case orders.Stop():
@@ -329,13 +329,13 @@ class FakeWorker:
 
     def _feed(self, order: orders.Feed) -> None:
         target = self.world.workers.get(order.target)
-        self.after(0.3, lambda: target.fed_by(self.name) if target else None)
+        self.after(0.3, lambda: target.fed_by(self.name, order.address[1]) if target else None)
 
-    def fed_by(self, source: str) -> None:
-        """A source has sent all."""
-        if self.alive and not self.stopped and self.receiving is not None:
+    def fed_by(self, source: str, port: int) -> None:
+        """A source has sent all, to where this device listened for generation `port`."""
+        if self.alive and not self.stopped and self.receiving is not None and self.receiving.generation == port:
             self.feeders.add(source)
-            self.say(messages.Fed, committed=self.world.committed(), bytes=1)
+            self.say(messages.Fed, generation=port, committed=self.world.committed(), bytes=1)
 
     def _prepare(self, order: orders.Prepare) -> None:
         plan = self.world.read_plan(order.plan)

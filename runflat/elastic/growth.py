@@ -136,6 +136,8 @@ def on_listening(turn: Turn, device: str, message: Listening) -> None:
     growth = turn.state.growth
     if growth is None or growth.stage is not GrowthStage.LISTEN or device not in growth.joining:
         return
+    if message.generation != growth.generation:
+        return  # said of a change that was given up meanwhile: nobody listens there any more
     growth = replace(growth, addresses={**growth.addresses, device: message.address})
     turn.set(growth=growth)
     if set(growth.joining) <= growth.addresses.keys():
@@ -165,7 +167,7 @@ def _feeds_of(growth: Growth, target: str) -> list[str]:
 def on_fed(turn: Turn, device: str, fed: Fed) -> None:
     """A newcomer has all its units; when all have, everybody forms the next groups on the side."""
     growth = turn.state.growth
-    if growth is None or device not in growth.joining:
+    if growth is None or fed.generation != growth.generation or device not in growth.joining:
         return
     growth = replace(growth, fed_bytes={**growth.fed_bytes, device: fed.bytes})
     if growth.stage is GrowthStage.FEED:
@@ -177,7 +179,7 @@ def on_fed(turn: Turn, device: str, fed: Fed) -> None:
 def on_behind(turn: Turn, message: Behind) -> None:
     """A newcomer's link is too slow ever to catch up under training: what is left moves at the boundary."""
     growth = turn.state.growth
-    if growth is None or growth.stage is not GrowthStage.FEED or message.target not in growth.joining:
+    if growth is None or growth.stage is not GrowthStage.FEED or message.generation != growth.generation:
         return
     if message.target not in growth.answered:
         turn.say(

@@ -28,7 +28,7 @@ class Feeds:
     def __init__(self, engine: Engine, device_id: str, say: Callable[..., None], exempt: Callable[[int], object]):
         """Nobody is fed yet; `exempt` is told the sockets that an abort must not shut."""
         self._say = say
-        self._behind: set[str] = set()
+        self._keeps_up: dict[str, int] = {}
         self.lock = threading.Lock()
         self._engine = engine
         self._device_id = device_id
@@ -43,7 +43,7 @@ class Feeds:
             slabs += replicated_slabs(engine.spec)
         state = LiveState(engine.spec, engine.held, engine.params, engine.optimizer, self.lock)
         self.stop(order.target)
-        self._behind.discard(order.target)
+        self._keeps_up[order.target] = order.generation
         self._feeders[order.target] = Feeder(
             state,
             slabs,
@@ -68,9 +68,8 @@ class Feeds:
         progress = self._engine.progress
         for target, feeder in self._feeders.items():
             feeder.after_commit(progress.step, progress.optimizer_step, result.lr, result.skipped)
-            if target not in self._behind and feeder.progress.behind:
-                self._behind.add(target)
-                self._say("behind", target=target)
+            if target in self._keeps_up and feeder.progress.behind:
+                self._say("behind", generation=self._keeps_up.pop(target), target=target)
 
     def stop(self, target: str) -> None:
         """Feed `target` no more."""
@@ -98,10 +97,11 @@ class Newcomer:
         target = Target(engine.spec, self._held, engine.settings, engine.dtype, engine.device)
         self._receiver = Receiver(target, order.token, self._on_fed, host=sockets.host, exempt=sockets.exempt.add)
         self._say = say
-        say("listening", address=list(self._receiver.address))
+        say("listening", generation=order.generation, address=list(self._receiver.address))
 
     def _on_fed(self, committed: int) -> None:
-        self._say("fed", committed=committed, bytes=self._receiver.received_bytes)
+        fields = {"committed": committed, "bytes": self._receiver.received_bytes}
+        self._say("fed", generation=self.plan.generation, **fields)
 
     def take_over(self, committed: int, timeout_s: float) -> int:
         """Wait for everything as of `committed` and make it this device's state; returns the bytes received.

@@ -109,9 +109,10 @@ class Switched(_Said):
 
 
 class Listening(_Said):
-    """A newcomer takes feeds at this address."""
+    """A newcomer takes feeds for this generation at this address."""
 
     type: Literal["listening"] = "listening"
+    generation: int
     address: tuple[str, int]
 
 
@@ -124,9 +125,10 @@ class SelfTested(_Said):
 
 
 class Fed(_Said):
-    """A newcomer has all its units as of `committed`; `bytes` in all so far."""
+    """A newcomer has all its units of this generation as of `committed`; `bytes` in all so far."""
 
     type: Literal["fed"] = "fed"
+    generation: int
     committed: int
     bytes: int = 0
 
@@ -135,6 +137,7 @@ class Behind(_Said):
     """A source: the link to the newcomer `target` does not carry the gradients as fast as they come."""
 
     type: Literal["behind"] = "behind"
+    generation: int
     target: str
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from runflat.cluster.events import EventKind
-from runflat.elastic import orders
-from runflat.elastic.actions import Asked, Closed, Grew, Note, Reply, Say, Send, Start, StopAsked
+from runflat.elastic import messages, orders
+from runflat.elastic.actions import Asked, Closed, Grew, Heard, Note, Reply, Say, Send, Start, StopAsked
 from runflat.elastic.fake_launcher import Fault
 from runflat.elastic.fake_world import World
 from runflat.elastic.state import GrowthStage, Standing
@@ -52,6 +52,27 @@ def test_a_device_that_comes_back_is_fed_and_takes_back_its_units(make_world: Ca
     (grew,) = of(world, Grew)
     assert (grew.growth.joining, degrees(world)) == (("1:2",), [4, 4])
     assert dict(grew.growth.marks).keys() == {"listen", "feed", "prepare", "switch"}
+
+
+def test_what_was_said_of_a_change_that_was_given_up_counts_no_more(make_world: Callable[..., World]) -> None:
+    """Catches sources that feed to where nobody listens any more, so that a newcomer waits for ten time-outs."""
+    world = make_world(LOSS, Fault("kill", "0:1", "forward", 3), num_steps=80)
+    world.run_until(lambda: world.state.growth is not None and len(world.state.growth.joining) == 2)
+    given_up = world.state.growth
+    assert given_up is not None
+    number = world.state.devices["0:1"].incarnation
+    world.launcher.workers["0:1"].alive = False
+    world.happen(Heard("0:1", messages.Exited(incarnation=number, code=-9)))
+    growth = world.state.growth
+    assert growth is not None
+    assert growth.joining == ("1:2",)
+    said = {"incarnation": world.state.devices["1:2"].incarnation, "generation": given_up.generation}
+    world.happen(Heard("1:2", messages.Listening(**said, address=("127.0.0.1", 1))))
+    world.happen(Heard("1:2", messages.Fed(**said, committed=3)))
+    world.happen(Heard("1:0", messages.Behind(incarnation=0, generation=given_up.generation, target="1:2")))
+    assert world.state.growth == growth
+    assert world.run().text is None
+    assert degrees(world) == [4, 4]
 
 
 @pytest.mark.parametrize("phase", ["selftest", "copy", "join"])
