@@ -31,7 +31,15 @@ LAYOUT = (
     "--train.global-batch 4 --train.dtype float64 --train.checkpoint-every 10 "
     "--train.steps 1000000 --data.seq-len 8"
 )
-PATIENT = {"max_failures": 12, "max_losses": 10**6, "back_off_s": 0.0, "heartbeat_floor_s": 1.5, "heartbeat_factor": 1}
+LIMITS = {
+    "max_failures": 12,
+    "max_losses": 10**6,
+    "back_off_s": 0.0,
+    "heartbeat_floor_s": 1.5,
+    "heartbeat_factor": 1,
+    "start_s": 8.0,
+}
+"""Devices fail all the time and come back at once; one that is silent is found soon, also while it starts."""
 STRIKE_S = 30.0
 
 Pair = tuple[str, str, str]
@@ -103,7 +111,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Job:
         supervise(controller, workers)
 
     monkeypatch.setattr("runflat.elastic.launch_local.LocalWorkers", Held)
-    monkeypatch.setattr("runflat.elastic.state.Limits", partial(Limits, **PATIENT))
+    monkeypatch.setattr("runflat.elastic.state.Limits", partial(Limits, **LIMITS))
     monkeypatch.setattr(Controller, "supervise", hold)
     return held
 

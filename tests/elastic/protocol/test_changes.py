@@ -68,6 +68,9 @@ def test_what_was_said_of_a_change_that_was_given_up_counts_no_more(make_world: 
     assert growth.joining == ("1:2",)
     said = {"incarnation": world.state.devices["1:2"].incarnation, "generation": given_up.generation}
     world.happen(Heard("1:2", messages.Listening(**said, address=("127.0.0.1", 1))))
+    assert world.state.growth == growth
+    world.run_until(lambda: world.state.growth is not None and world.state.growth.stage is GrowthStage.FEED)
+    growth = world.state.growth
     world.happen(Heard("1:2", messages.Fed(**said, committed=3)))
     world.happen(Heard("1:0", messages.Behind(incarnation=0, generation=given_up.generation, target="1:2")))
     assert world.state.growth == growth
