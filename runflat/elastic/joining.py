@@ -29,6 +29,7 @@ class Feeds:
         """Nobody is fed yet; `exempt` is told the sockets that an abort must not shut."""
         self._say = say
         self._keeps_up: dict[str, int] = {}
+        self._works: dict[str, int] = {}
         self.lock = threading.Lock()
         self._engine = engine
         self._device_id = device_id
@@ -43,7 +44,7 @@ class Feeds:
             slabs += replicated_slabs(engine.spec)
         state = LiveState(engine.spec, engine.held, engine.params, engine.optimizer, self.lock)
         self.stop(order.target)
-        self._keeps_up[order.target] = order.generation
+        self._keeps_up[order.target] = self._works[order.target] = order.generation
         self._feeders[order.target] = Feeder(
             state,
             slabs,
@@ -70,6 +71,8 @@ class Feeds:
             feeder.after_commit(progress.step, progress.optimizer_step, result.lr, result.skipped)
             if target in self._keeps_up and feeder.progress.behind:
                 self._say("behind", generation=self._keeps_up.pop(target), target=target)
+            if target in self._works and feeder.error is not None:
+                self._say("formfail", generation=self._works.pop(target), text=str(feeder.error))
 
     def stop(self, target: str) -> None:
         """Feed `target` no more."""

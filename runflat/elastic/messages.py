@@ -75,7 +75,7 @@ class Formed(_Said):
 
 
 class FormFail(_Said):
-    """The groups could not be formed, now or on the side thread."""
+    """The groups could not be formed, now or on the side thread; or one of the feeds before it has failed."""
 
     type: Literal["formfail"] = "formfail"
     generation: int

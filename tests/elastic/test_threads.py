@@ -75,6 +75,11 @@ class Job:
         all_active = all(device.standing is Standing.ACTIVE for device in state.devices.values())
         return all_active and state.stage is Stage.RUN and state.growth is None and state.disturbance is None
 
+    def num_losses(self) -> int:
+        """How often the controller has lost a device."""
+        assert self.controller is not None
+        return sum(device.failures for device in self.controller.state.devices.values())
+
     def arm(self, device: str, kind: str, phase: str) -> None:
         """Have `device` suffer a fault the next time that it comes to `phase`."""
         assert self.controller is not None
@@ -128,12 +133,15 @@ def strike(job: Job, pair: Pair) -> None:
         first in ("import", "selftest", "copy") or {first, second} <= {"detect", "abort"}
     ):
         then.append(flake)  # the first fault costs no recovery, or SECOND has come past its phase in this one
-    expected = job.num_struck + len(before) + 1 + len(then)
+    faults = (*before, (FIRST, "kill", first))
+    struck = job.num_struck + len(faults) + len(then)
+    lost = job.num_losses() + sum(fault is not flake for fault in (*faults, *then))
     job.then[FIRST, first] = then
-    for fault in (*before, (FIRST, "kill", first)):
+    for fault in faults:
         job.arm(*fault)
-    until(f"both faults of {pair} to strike", lambda: job.num_struck >= expected, STRIKE_S)
-    until(f"all devices to be back after {pair}", job.settled, STRIKE_S)
+    until(f"both faults of {pair} to strike", lambda: job.num_struck >= struck, STRIKE_S)
+    # Whoever is silent is lost some time later.
+    until(f"all devices to be back after {pair}", lambda: job.num_losses() >= lost and job.settled(), STRIKE_S)
 
 
 CASES = [

@@ -78,6 +78,19 @@ def test_what_was_said_of_a_change_that_was_given_up_counts_no_more(make_world: 
     assert degrees(world) == [4, 4]
 
 
+def test_a_feed_that_fails_is_given_up_and_begun_again(make_world: Callable[..., World]) -> None:
+    """Catches a newcomer that waits for a feed that has ended, until ten time-outs are over."""
+    world = make_world(LOSS)
+    world.run_until(lambda: world.state.growth is not None and world.state.growth.stage is GrowthStage.FEED)
+    growth = world.state.growth
+    assert growth is not None
+    world.happen(Heard("1:0", messages.FormFail(incarnation=0, generation=growth.generation, text="connection reset")))
+    assert ("1:2", orders.Unprepare(generation=growth.generation)) in sent(world, orders.Unprepare)
+    assert ("1:0", orders.Unfeed(target="1:2")) in sent(world, orders.Unfeed)
+    assert world.run().text is None
+    assert (degrees(world), len(sent(world, orders.Receive))) == ([4, 4], 2)
+
+
 @pytest.mark.parametrize("phase", ["selftest", "copy", "join"])
 def test_a_newcomer_that_dies_costs_no_step(make_world: Callable[..., World], phase: str) -> None:
     """Catches survivors that leave their generation because a device that was not yet in it is gone."""
