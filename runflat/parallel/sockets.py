@@ -31,6 +31,19 @@ def open_sockets() -> dict[int, int]:
     return found
 
 
+@contextmanager
+def _copied(descriptor: int) -> Iterator[socket.socket]:
+    """A socket that is open as `descriptor`, under a number of its own; OSError where it is none."""
+    copy = os.dup(descriptor)
+    try:
+        connection = socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)  # the number was given to a file meanwhile
+        raise
+    with connection:
+        yield connection
+
+
 def _shut(descriptor: int, inode: int) -> None:
     """Shut a connected TCP socket if `descriptor` still is the socket `inode`."""
     try:
@@ -40,7 +53,7 @@ def _shut(descriptor: int, inode: int) -> None:
     try:
         if os.fstat(copy).st_ino != inode:
             return
-        with socket.socket(fileno=os.dup(copy)) as connection:
+        with _copied(copy) as connection:
             if connection.family in (socket.AF_INET, socket.AF_INET6):
                 connection.getpeername()  # raises on a listening socket, which must not be shut
                 connection.shutdown(socket.SHUT_RDWR)
@@ -168,7 +181,7 @@ class SharedSockets:
         address = self.address(generation)
         for descriptor, inode in open_sockets().items():
             try:
-                with socket.socket(fileno=os.dup(descriptor)) as connection:
+                with _copied(descriptor) as connection:
                     tcp = connection.family == socket.AF_INET
                     ours = tcp and address in (connection.getsockname()[0], connection.getpeername()[0])
             except OSError:
@@ -190,7 +203,7 @@ def cut_connections(pid: int) -> int:
     count = 0
     for descriptor, inode in open_sockets().items():
         try:
-            with socket.socket(fileno=os.dup(descriptor)) as connection:
+            with _copied(descriptor) as connection:
                 tcp = connection.family in (socket.AF_INET, socket.AF_INET6)
                 cut = tcp and connection.getpeername()[1] in remote_ports
         except OSError:

@@ -121,27 +121,38 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Job:
     return held
 
 
+LOSS, FLAKE = (FIRST, "kill", "forward"), (CAUSE, "flake", "forward")
+
+
 def strike(job: Job, pair: Pair) -> None:
     """Let both faults of a pair strike, the second one after the first, and what makes their phases come at all."""
     first, kind, second = pair
-    loss, flake = (FIRST, "kill", "forward"), (CAUSE, "flake", "forward")
-    before = ((loss,) if first in RETURN_PHASES else ()) + ((flake,) if first in RECOVERY_PHASES else ())
+    faults = [(FIRST, "kill", first)]
+    if first in RETURN_PHASES:
+        faults.insert(0, LOSS)
+    elif first in RECOVERY_PHASES:
+        faults.insert(0, FLAKE)
     then = [(SECOND, kind, second)]
     if second in RETURN_PHASES:
         then.append((SECOND, "kill", "forward"))
-    elif second in RECOVERY_PHASES and (
-        first in ("import", "selftest", "copy") or {first, second} <= {"detect", "abort"}
-    ):
-        then.append(flake)  # the first fault costs no recovery, or SECOND has come past its phase in this one
-    faults = (*before, (FIRST, "kill", first))
-    struck = job.num_struck + len(faults) + len(then)
-    lost = job.num_losses() + sum(fault is not flake for fault in (*faults, *then))
+    elif second in RECOVERY_PHASES and first in BESIDE:
+        then.append(FLAKE)
+    struck, lost = job.num_struck, job.num_losses()
     job.then[FIRST, first] = then
     for fault in faults:
         job.arm(*fault)
-    until(f"both faults of {pair} to strike", lambda: job.num_struck >= struck, STRIKE_S)
-    # Whoever is silent is lost some time later.
-    until(f"all devices to be back after {pair}", lambda: job.num_losses() >= lost and job.settled(), STRIKE_S)
+    if {first, second} <= {"detect", "abort"}:  # SECOND may have come past its phase: in another recovery, then
+        finish(job, f"the first fault of {pair}", struck + len(faults), lost + 1)
+        then.append(FLAKE)
+        job.arm(*FLAKE)
+    every = (*faults, *then)
+    finish(job, f"both faults of {pair}", struck + len(every), lost + sum(fault is not FLAKE for fault in every))
+
+
+def finish(job: Job, what: str, struck: int, lost: int) -> None:
+    """Wait until that many faults have struck and devices were lost (who is silent, some time later), and all train."""
+    until(f"{what} to strike", lambda: job.num_struck >= struck, STRIKE_S)
+    until(f"all devices to train after {what}", lambda: job.num_losses() >= lost and job.settled(), STRIKE_S)
 
 
 CASES = [

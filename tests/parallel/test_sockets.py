@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import socket
+from pathlib import Path
 
-from runflat.parallel.sockets import Sockets
+import pytest
+
+from runflat.parallel.sockets import SharedSockets, Sockets
 
 
 def connected() -> tuple[socket.socket, socket.socket]:
@@ -31,3 +35,12 @@ def test_an_abort_shuts_the_sockets_of_its_generation_only() -> None:
     for pair in pairs:
         for end in pair:
             end.close()
+
+
+def test_a_number_that_became_a_file_costs_no_descriptor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Catches a descriptor lost with each abort in which another thread closes a socket and opens a file."""
+    with open(tmp_path / "file", "w") as file:
+        monkeypatch.setattr("runflat.parallel.sockets.open_sockets", lambda: {file.fileno(): 1})
+        before = os.listdir("/proc/self/fd")
+        SharedSockets(1).abort(0)
+        assert os.listdir("/proc/self/fd") == before
