@@ -141,19 +141,9 @@ def test_the_map_shows_what_happened(run_folder: Path) -> None:
     assert len(json.loads(map_json(found))["frames"]) == len(found.frames)
 
 
-def test_thousands_of_devices_stay_small(make_run: MakeRun, tmp_path: Path) -> None:
+def test_thousands_of_devices_stay_small(large_run: Path) -> None:
     """Catches a map whose size is devices times events: 4,096 devices in 72-device domains, 400 losses and returns."""
-    folder = make_run(tmp_path / "many")
-    names = [f"{replica}:{slot}" for replica in range(56) for slot in range(72)] + [f"s{n}" for n in range(64)]
-    rows = [{"device": name, "state": "active"} for name in names]
-    (folder / "devices.json").write_text(json.dumps({"finished": False, "time_s": 2000.0, "devices": rows}))
-    config = {"layout": {"tp": 72, "replicas": 56}, "train": {"steps": 10}}
-    (folder / "config.json").write_text(json.dumps(config))
-    with (folder / "events.jsonl").open("a") as file:
-        for number in range(400):
-            kind, device = ("fail", "return")[number % 2], names[(number // 2) * 17 % len(names)]
-            file.write(json.dumps({"event": kind, "device": device, "time_s": 20.0 + number, "cause": "x"}) + "\n")
-    found = device_map(read_run(folder))
+    found = device_map(read_run(large_run))
     assert found is not None
     assert len(found.devices) == 4096
     assert [name for name, _ in found.blocks][-1] == "spares"

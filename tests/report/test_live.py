@@ -20,6 +20,8 @@ from runflat.report.metrics import prometheus
 from runflat.report.run_files import read_run
 
 MakeRun = Callable[..., Path]
+CONTRAST = (Path(__file__).parent / "contrast.js").read_text()
+EMPTY = (Path(__file__).parent / "figures.js").read_text()
 SEEN = "new Promise((done) => {{ const look = () => ({}) ? done(true) : setTimeout(look, 50); look(); }})"
 
 
@@ -154,6 +156,86 @@ def test_the_page_follows_a_loss_and_a_return(
         "http:/",
         page.url.rstrip("/"),
     }
+
+
+@pytest.mark.needs_chromium
+@pytest.mark.xdist_group("browser")
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390], ids=["desktop", "phone"])
+def test_it_is_whole_and_readable(
+    browser: Any, make_run: MakeRun, tmp_path: Path, controller: Asked, width: int, dark: bool
+) -> None:
+    """Catches a live page with empty figures, faint words, other numbers than the files, or too wide."""
+    run = make_run(tmp_path / "job", finished=False)
+    served = LivePage(run, "127.0.0.1", 0, "secret", controller)
+    try:
+        browser.open(served.url, width=width, dark=dark)
+        assert browser.eval(SEEN.format("document.getElementById('state').textContent.startsWith('running')"))
+        drawn = browser.eval(EMPTY)
+        assert len(drawn) >= 6
+        assert min(drawn) > 0
+        found = browser.eval(CONTRAST)
+        assert found["seen"] > 50
+        assert found["bad"] == []
+        assert browser.eval("document.documentElement.scrollWidth <= innerWidth")
+        text = browser.eval("document.body.textContent")
+        for words in ("3.2000", "2,048", "0.13 s", "468.5 kB", "emulated devices"):
+            assert words in text
+        browser.eval("document.querySelector('#v1-map input').focus()")
+        browser.key("Home")
+        assert "the run starts" in browser.eval("document.querySelector('#v1-map .when').textContent")
+        assert browser.console == []
+        assert [url for url in browser.requests if not url.startswith((served.url, "data:"))] == []
+    finally:
+        served.close()
+
+
+@pytest.mark.needs_chromium
+@pytest.mark.xdist_group("browser")
+def test_the_form_asks_before_it_acts(browser: Any, page: LivePage, controller: Asked) -> None:
+    """Catches a form that acts without a yes, or whose yes reaches nobody; all by keyboard."""
+    browser.open(f"{page.url}#token=secret")
+    answered = "document.getElementById('sure').open === {}"
+    for button in ("no", "yes"):
+        browser.eval("document.querySelector('#ask [name=device]').value = '1:1'")
+        browser.eval("document.querySelector('#ask > button').focus()")
+        browser.key("Enter")
+        assert browser.eval(SEEN.format(answered.format("true")))
+        assert browser.eval("document.getElementById('sure-text').textContent") == "Really ask 1:1 to drain?"
+        assert controller.wishes == []
+        browser.eval(f"document.querySelector('#sure button[value={button}]').focus()")
+        browser.key("Enter")
+        assert browser.eval(SEEN.format(answered.format("false")))
+    assert browser.eval(SEEN.format("document.getElementById('answer').textContent === '1:1 will drain'"))
+    browser.eval("document.querySelector('#ask > button').focus()")
+    browser.key("Enter")
+    assert browser.eval(SEEN.format(answered.format("true")))
+    browser.key("Escape")
+    assert browser.eval(SEEN.format(answered.format("false")))
+    assert browser.eval("new Promise((done) => setTimeout(() => done(true), 300))")
+    assert controller.wishes == [("drain", "1:1")]
+    assert browser.console == []
+
+
+@pytest.mark.needs_chromium
+@pytest.mark.xdist_group("browser")
+def test_a_page_of_thousands_of_devices_follows(browser: Any, large_run: Path, controller: Asked) -> None:
+    """Catches a page that redraws 4,096 devices at each look: the browser has half a second for it, and must rest."""
+    served = LivePage(large_run, "127.0.0.1", 0, None, controller)
+    try:
+        browser.open(served.url)
+        cells = "document.querySelectorAll('#v1-map .wide rect.m-L').length"
+        assert browser.eval(SEEN.format("document.getElementById('state').textContent.startsWith('running')"))
+        before = browser.eval(cells)
+        busy_s = browser.busy_s()
+        devices = json.loads((large_run / "devices.json").read_text())
+        devices["devices"][5]["state"] = "lost"
+        (large_run / "devices.json").write_text(json.dumps(devices))
+        assert browser.eval(SEEN.format(f"{cells} === {before + 1}"))
+        assert browser.busy_s() - busy_s < 0.5
+        assert browser.console == []
+    finally:
+        served.close()
 
 
 def test_metrics_are_those_of_the_files(run_folder: Path) -> None:

@@ -11,11 +11,10 @@ from runflat import cli
 
 pytestmark = [pytest.mark.needs_chromium, pytest.mark.xdist_group("browser")]
 
+MOST_BYTES = 6e6
+OPENS_WITHIN_S = 2.0
 CONTRAST = (Path(__file__).parent / "contrast.js").read_text()
-EMPTY = """
-Array.from(document.querySelectorAll(".plot svg")).filter((svg) => svg.getClientRects().length)
-  .map((svg) => svg.querySelectorAll("path,rect,circle").length)
-"""
+EMPTY = (Path(__file__).parent / "figures.js").read_text()
 
 
 def report(tmp_path: Path, *inputs: Path) -> str:
@@ -136,17 +135,56 @@ def test_a_hostile_run_stays_words(
     assert [request for request in browser.requests if request != url and not request.startswith("data:")] == []
 
 
-def test_a_thousand_incidents_of_32768_gpus(
-    browser: Any, tmp_path: Path, make_simulation: Callable[..., dict[str, Any]]
-) -> None:
-    """Catches a page that grows with the events of a simulation until no browser opens it."""
-    result = tmp_path / "big.json"
-    result.write_text(json.dumps(make_simulation(num_points=2_400)))
+LARGE = """
+name = "large"
+days = 80
+seeds = 1
+strategies = ["restart", "ntp,drop,restart"]
+[cluster]
+hardware = "b200"
+domain_size = 32
+[job]
+tp = 32
+pp = 8
+dp = 128
+[failures]
+[[failures.components]]
+name = "GPU"
+per_device_day = 5e-4
+repair = { kind = "fixed", hours = 60.0 }
+"""
+
+
+def test_a_thousand_incidents_of_32768_gpus(browser: Any, tmp_path: Path) -> None:
+    """Catches a page that grows with the events of a simulation until no browser opens it within two seconds."""
+    question, result = tmp_path / "large.toml", tmp_path / "large.json"
+    question.write_text(LARGE)
+    assert cli.run(["simulate", str(question), "--json", str(result), "--figures", "None"]) == 0
+    rows = json.loads(result.read_text())["results"]
+    assert {row["num_devices"] for row in rows} == {32_768}
+    assert 80 * sum(count for name, count in rows[1]["incidents_per_day"].items() if name[0] != "+") > 1000
     url = report(tmp_path, result)
-    assert (tmp_path / "report.html").stat().st_size < 6e6
+    assert (tmp_path / "report.html").stat().st_size < MOST_BYTES
     browser.open(url)
     assert min(browser.eval(EMPTY)) > 0
+    assert browser.busy_s() < OPENS_WITHIN_S
     assert browser.eval("document.querySelectorAll('*').length") < 5_000
+    assert browser.console == []
+
+
+def test_thousands_of_devices_stay_responsive(browser: Any, tmp_path: Path, large_run: Path) -> None:
+    """Catches a map of 4,096 devices that makes the page heavy, slow to open, or slow to move through time."""
+    url = report(tmp_path, large_run)
+    assert (tmp_path / "report.html").stat().st_size < MOST_BYTES
+    browser.open(url)
+    assert browser.busy_s() < OPENS_WITHIN_S
+    assert browser.eval("document.querySelectorAll('#v1-map .wide rect.cell').length") == 4096
+    browser.eval("document.querySelector('#v1-map input').focus()")
+    before = browser.busy_s()
+    for key in ("Home", "End", "Home"):
+        browser.key(key)
+        assert browser.eval("document.querySelector('#v1-map .when').textContent.length") > 0
+    assert browser.busy_s() - before < OPENS_WITHIN_S
     assert browser.console == []
 
 

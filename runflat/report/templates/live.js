@@ -38,8 +38,9 @@
     event.preventDefault();
     const { device, action } = Object.fromEntries(new FormData(form));
     document.getElementById("sure-text").textContent = `Really ask ${device} to ${action}?`;
-    sure.onclose = async () => {
-      if (sure.returnValue !== "yes") return;
+    // Not by the dialog's close event: that comes late, and after Escape with the answer before.
+    sure.querySelector("form").onsubmit = async (said) => {
+      if (said.submitter.value !== "yes") return;
       const token = new URLSearchParams(location.hash.slice(1)).get("token") || prompt("token");
       const headers = { "Content-Type": "application/json", "X-Runflat-Token": token || "" };
       const reply = await fetch("device", { method: "POST", headers, body: JSON.stringify({ action, device, confirm: device }) });
