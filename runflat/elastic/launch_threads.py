@@ -199,4 +199,6 @@ class ThreadWorkers:
         for thread in self._threads:
             thread.join(JOIN_S)
         self._sockets.settle(2 * FORM_TIMEOUT_S)
-        await_buried(JOIN_S)
+        # A collective that gloo never signals ends by its time-out, and a destructor that waits for it right after. The
+        # process must not end before: Python would end that thread inside of C++, which then aborts the process.
+        await_buried(self._job.train.timeout_s + JOIN_S)

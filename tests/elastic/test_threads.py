@@ -29,8 +29,9 @@ FIRST, SECOND, CAUSE = "0:0", "1:1", "0:1"
 LAYOUT = (
     "--model.num-layers 1 --layout.tp 2 --layout.replicas 2 "
     "--train.global-batch 4 --train.dtype float64 --train.checkpoint-every 10 "
-    "--train.steps 1000000 --data.seq-len 8"
+    "--train.steps 1000000 --train.timeout-s 20 --train.lr 1e-4 --data.seq-len 8"
 )
+"""So low a learning rate that rounding does not grow over hundreds of steps."""
 LIMITS = {
     "max_failures": 12,
     "max_losses": 10**6,
@@ -40,7 +41,7 @@ LIMITS = {
     "start_s": 8.0,
 }
 """Devices fail all the time and come back at once; one that is silent is found soon, also while it starts."""
-STRIKE_S = 30.0
+STRIKE_S = 60.0
 
 Pair = tuple[str, str, str]
 """Phase of the first fault, a kill; kind and phase of the second."""
@@ -187,5 +188,5 @@ def test_a_second_fault_after_a_first(live: Any, job: Job, pairs: Sequence[Pair]
     ends = [newest_checkpoint(watch.run, pytest.fail) for watch in (whole, hurt.watch)]
     assert [found.progress.step for found in ends] == [end, end]
     # Not lifted, for speed: norms round to float32. A lost step, or a unit of another step, would be far above this.
-    assert compare(*ends).whole("weight") <= 1e-4
+    assert compare(*ends).whole("weight") <= 1e-6
     assert hurt.summary["sample_hash"] == whole.summary()["sample_hash"]
