@@ -16,6 +16,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from runflat.commands.demo_power import show_power
 from runflat.commands.report import ReportArgs, write_report
 from runflat.errors import ConfigError, RunError
 
@@ -23,7 +24,8 @@ DESCRIPTION = """Show live recovery on this machine, and compare with runs that 
 
 Two replicas of TP 4 train a 2.8 M parameter Llama on the source code of this Python's standard library. A worker is
 killed in the middle of step 8 and returns at step 14. Then two runs without a failure, of different layout, go to
-step 20, and a small model repeats the same failure in float64.
+step 20, and a small model repeats the same failure in float64. Last, on emulated devices, the survivors of a loss get
+more power, until their replica takes no longer than the other one.
 
 Example: runflat demo --run runs/demo
 """
@@ -83,6 +85,8 @@ def main(argv: list[str]) -> int:
     _train(folder, "exact-hurt", EXACT | LAYOUT, EXACT_FAILURE, quiet=console)
     _train(folder, "exact-whole", EXACT | LAYOUT, quiet=console)
     code = _conclude(folder, console)
+    console.print("\n[bold]4. More power for the survivors, on emulated devices (durations are declared)[/bold]")
+    show_power(folder, lambda line: console.print(line, markup=False))
     report = ReportArgs((folder / "hurt",), folder / "report.html", whole=folder / "whole", title="runflat demo")
     console.print(write_report(report), markup=False)
     console.print(f"everything is in {folder}; the demo took {time.monotonic() - started:.0f} s")

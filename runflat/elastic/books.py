@@ -238,7 +238,8 @@ class Books:
             times = (report.compute_s, report.sync_s) if report else (None, None)
             first = report.first_sample if report else None
             row = {"replica": replica.replica, "first_sample": first, "num_samples": replica.num_sequences}
-            replicas.append({**row, "compute_s": times[0], "sync_s": times[1]})
+            row |= {"compute_s": times[0], "sync_s": times[1]}
+            replicas.append(row | {"own_s": report.own_s} if report and report.own_s else row)
         record = {
             "step": self.step,
             **self._results(reports),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from runflat.check.live import Watch, until
+from runflat.commands.demo_power import END, story
 from runflat.report.records import step_row
 
 LOST, BACK = 3, 22
@@ -47,6 +48,9 @@ def test_limits_follow_a_loss_and_its_return(live: Any) -> None:
     assert limits_w[BACK - 1] == pytest.approx(1000.0 * lag, rel=0.01)
     assert (limits_w[-1], billed_s[-1]) == (1000.0, pytest.approx(billed_s[0]))
     assert max(row["power"]["replicas"]["0"]["limit_w"] for row in rows) == 1000.0
+    lines = story(rows)  # as the demo tells it
+    assert "more power" in lines[2]
+    assert END in lines[-1]
     steps = [step_row(row).power for row in rows]  # as the report reads them
     assert [steps[index] and steps[index].limit_w for index in (0, -1)] == [8000.0, 8000.0]
     power = ran.summary["power"]
