@@ -14,6 +14,7 @@ from runflat.power import client
 from runflat.power.client import AgentClient, LocalAgent
 from runflat.power.curve import curve_named
 from runflat.power.emulated import emulated_devices
+from runflat.power.link import Link
 from runflat.power.reach import PowerLimits
 from runflat.power.site import DeviceLimits, SiteLimits
 from runflat.power.views import Rules
@@ -22,8 +23,8 @@ from runflat.power.wire import MAX_DEVICES, DeviceState, Failure
 if TYPE_CHECKING:
     from runflat.elastic.boost import PowerSetting
 
-AGENT_TIMEOUT_S = 0.5
-"""Longest that the controller waits for its agent: it has a job to watch."""
+AGENT_TIMEOUT_S = 3.0
+"""Deadline of a call to the agent. The run does not wait for it, but old readings end a boost."""
 
 
 def power_setting(
@@ -72,7 +73,7 @@ def _emulated(config: TrainConfig, devices: Sequence[str], run: Path, clock: Cal
             max_w=max_w,
             domain_budget_w=config.power.domain_budget_w,
         ),
-        port=LocalAgent(site, backend, audit, clock),
+        link=Link(LocalAgent(site, backend, audit, clock), config.power.lease_s, clock, own_thread=False),
         uuids={name: name for name in devices},
         min_w=min_w if config.power.save else None,
         ttl_s=config.power.lease_s,
@@ -99,19 +100,29 @@ def _from_agent(config: TrainConfig, devices: Sequence[str]) -> PowerSetting:
         )
     ours = known[: len(devices)]
     nominal_w, max_w, min_w = _common(ours)
+    if config.boost and max_w <= nominal_w:
+        raise ConfigError(
+            f"boost is asked for, but the limits file of the power agent lets its devices have {nominal_w:g} W, which "
+            f"is their nominal limit: there is no headroom. Raise ceiling_w, or lower the nominal limit as a site "
+            f"would that runs below the maximum"
+        )
+    device = config.device
+    real, tdp_w = curve_named(device.curve), nominal_w / device.power
+    speed = None if config.devices != "emulated" else lambda limit_w: real.ratio(limit_w / tdp_w, device.power)
     return PowerSetting(
-        rules=_rules(config, nominal_w),
+        rules=_rules(config, tdp_w),
         limits=PowerLimits(
             curve=curve_named(config.power.curve or config.device.curve),
-            tdp_w=nominal_w,
+            tdp_w=tdp_w,
             nominal_w=nominal_w,
             max_w=max_w,
             domain_budget_w=config.power.domain_budget_w,
         ),
-        port=port,
+        link=Link(port, config.power.lease_s),
         uuids={name: state.uuid for name, state in zip(devices, ours, strict=True)},
         min_w=min_w if config.power.save else None,
         ttl_s=config.power.lease_s,
+        emulated_speed=speed,
         raises=config.boost,
         dry_run=config.power.dry_run or found.dry_run,
     )

@@ -109,7 +109,7 @@ def assemble(
         scripted=told_to_return(events),
         network=network,
     )
-    power = boost.record if boost else None
+    power = boost.books.record if boost else None
     books = Books(_facts(run, planner, sample_hash, learning_rate, power), start, view)
     if checkpoint is not None and checkpoint.folder.resolve().is_relative_to(run.resolve()):
         books.catch_up(_plan_of(run, checkpoint.generation))

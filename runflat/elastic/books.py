@@ -238,8 +238,8 @@ class Books:
             times = (report.compute_s, report.sync_s) if report else (None, None)
             first = report.first_sample if report else None
             row = {"replica": replica.replica, "first_sample": first, "num_samples": replica.num_sequences}
-            row |= {"compute_s": times[0], "sync_s": times[1]}
-            replicas.append(row | {"own_s": report.own_s} if report and report.own_s else row)
+            own = {"own_s": report.own_s} if report and report.own_s else {}
+            replicas.append({**row, "compute_s": times[0], "sync_s": times[1], **own})
         record = {
             "step": self.step,
             **self._results(reports),

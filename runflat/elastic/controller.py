@@ -335,7 +335,7 @@ class Controller:
             "goodput_reason": reason,
             "healthy_step_s": self.healthy_step_s()[0],
             "device_s": self.meter.ledger.to_json(),
-            "power": self.setting.boost.summary() if self.setting.boost else None,
+            "power": self.setting.boost.books.summary() if self.setting.boost else None,
         }
 
     def goodput(self) -> tuple[float | None, str | None]:

@@ -66,7 +66,8 @@ class PowerSection(Section):
     lease_s: float = Field(default=30.0, gt=0)
     """After this long without a sign of life the agent restores the nominal limits."""
     agent: Path | None = None
-    """Socket of runflat power-agent on this machine; needed for devices that are not emulated."""
+    """Socket of runflat power-agent on this machine; needed for devices that are not emulated. Emulated ones follow the
+    limits of the agent's devices."""
 
 
 def check_power(boost: bool, emulated: bool, device: DeviceSection, power: PowerSection) -> None:
@@ -80,13 +81,13 @@ def check_power(boost: bool, emulated: bool, device: DeviceSection, power: Power
             "boost and power.save need power limits that can be set: give the socket of runflat power-agent as "
             "power.agent, or use devices emulated"
         )
-    if emulated and boost and (device.max_power or device.power) <= device.power:
+    if emulated and boost and power.agent is None and (device.max_power or device.power) <= device.power:
         raise ValueError(
             f"boost is asked for, but device.max_power is {device.max_power or device.power:g} and device.power "
             f"{device.power:g}: there is no headroom. Raise device.max_power, or lower device.power as a site would "
             f"that runs below the maximum"
         )
-    if emulated and power.save and (device.min_power or device.power) >= device.power:
+    if emulated and power.save and power.agent is None and (device.min_power or device.power) >= device.power:
         raise ValueError(
             "power.save is asked for, but device.min_power is not below device.power: no limit can be lowered"
         )

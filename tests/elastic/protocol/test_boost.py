@@ -22,9 +22,11 @@ from runflat.plan.units import Kind, ModelSpec, ParamSpec, Segment
 from runflat.power.client import LocalAgent
 from runflat.power.curve import PowerCurve, curve_named
 from runflat.power.emulated import EmulatedDevices, emulated_devices
+from runflat.power.link import Link
 from runflat.power.reach import PowerLimits
 from runflat.power.site import DeviceLimits, SiteLimits
 from runflat.power.views import Rules
+from runflat.power.wire import Failure, Reply, Request
 
 NOMINAL_W = 1000.0
 LINEAR = PowerCurve(((0.5, 0.5), (1.0, 1.0), (1.5, 1.5)), "linear")
@@ -87,6 +89,19 @@ class Quiet:
         self.lines.append(text)
 
     def waiting(self, text: str | None) -> None: ...
+
+
+class Mute:
+    """An agent in this process whose readings can get lost."""
+
+    def __init__(self, agent: LocalAgent) -> None:
+        self.agent = agent
+        self.is_mute = False
+
+    def ask(self, request: Request) -> Reply:
+        if self.is_mute and request.type == "read":
+            return Failure(error="timeout", text="no answer")
+        return self.agent.ask(request)
 
 
 class Job:
@@ -152,10 +167,11 @@ class Job:
             allow_uids=(0,),
             devices={n: DeviceLimits(nominal_w=NOMINAL_W, ceiling_w=max_w, floor_w=low_w) for n in planner.devices},
         )
+        self.agent = Mute(LocalAgent(site, self.backend, lambda event, facts: None, clock))
         return PowerSetting(
             rules=Rules(curve=curve, tdp_w=NOMINAL_W, save=bool(fields.get("min_w")), hold_off_s=10.0),
             limits=limits,
-            port=LocalAgent(site, self.backend, lambda event, facts: None, clock),
+            link=Link(self.agent, 30.0, clock, own_thread=False),
             uuids={name: name for name in planner.devices},
             emulated_speed=lambda limit_w: curve.ratio(limit_w / NOMINAL_W, 1.0),
             **fields,
@@ -276,6 +292,23 @@ def test_heat_takes_the_boost_and_the_split_takes_over(tmp_path: Path) -> None:
     assert job.shares(59) == [13, 10, 13]
     assert job.steps()[59]["power"]["replicas"]["1"]["limit_w"] == NOMINAL_W
     assert any("power at nominal for now: 1:1" in line for line in job.view.lines)
+
+
+def test_old_readings_take_the_boost(tmp_path: Path) -> None:
+    """Catches a boost that goes on although the agent answers no more."""
+
+    def silence(job: Job) -> None:
+        if job.controller.state.committed < 20:
+            job.launcher.later(STEP_S, lambda: silence(job))
+        else:
+            job.agent.is_mute = True
+
+    job = Job(tmp_path, **{**LINES, "batch": 3, "steps": 60, "act": silence})
+    job.run()
+    limits_w = [row["power"]["replicas"]["1"]["limit_w"] for row in job.steps()]
+    assert limits_w[19] > 1300
+    assert limits_w[59] == NOMINAL_W
+    assert any("no reading of its power" in line for line in job.view.lines)
 
 
 def test_a_dry_run_writes_nothing_and_says_what_it_would(tmp_path: Path) -> None:

@@ -34,16 +34,16 @@ while not select.select([sys.stdin], [], [], 0.1)[0]:
 
 
 class AgentNode:
-    """Three devices at 960 of 1200 W with a ceiling of 1150 W; this user may talk to the agent."""
+    """Devices at 960 of 1200 W with a ceiling of 1150 W; this user may talk to the agent."""
 
-    def __init__(self, folder: Path, library: Path):
+    def __init__(self, folder: Path, library: Path, num_devices: int = 3):
         self.folder = folder
-        self.driver = fake_nvml.FakeNvml(folder / "driver")
+        self.driver = fake_nvml.FakeNvml(folder / "driver", num_devices)
         self.socket = folder / "power.sock"
         self.client = AgentClient(self.socket, timeout_s=20)
         self.limits = folder / "power.json"
         device = {"nominal_w": 960, "ceiling_w": CEILING_W}
-        site = {"allow_uids": [os.geteuid()], "devices": {f"GPU-{index}": device for index in range(3)}}
+        site = {"allow_uids": [os.geteuid()], "devices": {f"GPU-{index}": device for index in range(num_devices)}}
         self.limits.write_text(json.dumps(site))
         self.limits.chmod(0o600)
         self._env = {"PYTHONPATH": str(ROOT), "LD_LIBRARY_PATH": str(library.parent), "PATH": "/usr/bin:/bin"}
@@ -101,10 +101,10 @@ class AgentNode:
         self._stack.close()
 
 
-def until(is_so: Callable[[], bool]) -> float:
+def until(is_so: Callable[[], bool], timeout_s: float = 40.0) -> float:
     """Wait for something that another process does; returns the seconds that it took."""
     start_s = time.monotonic()
     while not is_so():
-        assert time.monotonic() < start_s + 40
+        assert time.monotonic() < start_s + timeout_s
         threading.Event().wait(0.02)
     return time.monotonic() - start_s
