@@ -39,6 +39,7 @@ from runflat.elastic.journal import Journal, change_line, change_to_json, closed
 from runflat.elastic.messages import Commit, Message, Shard, StepReport, Struck
 from runflat.elastic.meter import Meter
 from runflat.elastic.orders import Inject
+from runflat.elastic.power_spent import PowerBooks
 from runflat.elastic.protocol import decide
 from runflat.elastic.requests import Inbox, Request
 from runflat.elastic.state import Stage, Standing, State
@@ -132,7 +133,7 @@ class Controller:
             self._wall_s = self.now
             self.meter.advance(self.state, self._wall_s)
             self.journal.devices(self.state, {}, self._wall_s, self._standing(self._wall_s))
-            self.journal.ledger(self.meter.ledger, self._wall_s)
+            self.journal.ledger(self.meter.ledger, self._wall_s, self._power_books)
             if self.books.plans:
                 self.books.settle(self.state.committed, self.state.scalars, max(self.books.plans), self._wall_s)
             self.books.close()
@@ -262,7 +263,7 @@ class Controller:
             self.journal.devices(self.state, pids, now, self._standing(now))
         if now - self._last["ledger"] >= LEDGER_EVERY_S:
             self._last["ledger"] = now
-            self.journal.ledger(self.meter.ledger, now)
+            self.journal.ledger(self.meter.ledger, now, self._power_books)
 
     def _inject(self, workers: Workers, request: str, wish: Request) -> None:
         """Pass a fault on to the worker that is to suffer it, now or when it starts again."""
@@ -329,14 +330,24 @@ class Controller:
                 {"replica": r.replica, "tp": r.tp, "sequences": r.num_sequences}
                 for r in (plan.replicas if plan else ())
             ],
-            "incidents": self.incidents,
+            "incidents": [self._with_power(incident) for incident in self.incidents],
             "changes": self.changes,
             "goodput": goodput,
             "goodput_reason": reason,
             "healthy_step_s": self.healthy_step_s()[0],
             "device_s": self.meter.ledger.to_json(),
-            "power": self.setting.boost.books.summary() if self.setting.boost else None,
+            "power": self._power_books.summary() if self._power_books else None,
         }
+
+    @property
+    def _power_books(self) -> PowerBooks | None:
+        """What power took; None where nobody steers it."""
+        return self.setting.boost.books if self.setting.boost else None
+
+    def _with_power(self, incident: dict[str, Any]) -> dict[str, Any]:
+        """An incident, and what power it took until the next one."""
+        spent = self._power_books.by_incident.get(incident["number"]) if self._power_books else None
+        return incident if spent is None else {**incident, "power": dict(vars(spent))}
 
     def goodput(self) -> tuple[float | None, str | None]:
         """Committed tokens over those of a healthy job in the same time, or None; what the healthy rate comes from."""

@@ -10,6 +10,7 @@ from typing import Any
 from runflat.cluster.events import event_to_json
 from runflat.cluster.ledger import GOODPUT_NAMES, Category, Incident, Ledger, append_json_line
 from runflat.elastic.actions import Action, Closed, Grew, Note, Planned, Took
+from runflat.elastic.power_spent import PowerBooks
 from runflat.elastic.requests import write_whole
 from runflat.elastic.state import Stage, State
 
@@ -21,6 +22,8 @@ class Journal:
         """Begin to write in `run`."""
         self._run = run
         self._events = run / "events.jsonl"
+        self._spent: dict[int, dict[str, float]] = {}
+        """What was recorded of the power that incidents took."""
         (run / "plans").mkdir(exist_ok=True)
 
     def write(self, action: Action, now: float) -> None:
@@ -46,9 +49,14 @@ class Journal:
         elif isinstance(action, Grew):
             append_json_line(self._events, {"record": "change", "time_s": now, **change_to_json(action)})
 
-    def ledger(self, ledger: Ledger, now: float) -> None:
-        """Record where the time went so far."""
-        append_json_line(self._events, {"record": "ledger", "time_s": now, "device_s": ledger.to_json()})
+    def ledger(self, ledger: Ledger, now: float, power: PowerBooks | None = None) -> None:
+        """Record where the time went so far; what power took in all, and for each incident for which that has grown."""
+        row: dict[str, Any] = {"record": "ledger", "time_s": now, "device_s": ledger.to_json()}
+        for number, spent in power.by_incident.items() if power else ():
+            if number and self._spent.get(number) != (known := dict(vars(spent))):
+                self._spent[number] = known
+                append_json_line(self._events, {"record": "incident_power", "number": number, "time_s": now, **known})
+        append_json_line(self._events, row | {"power": dict(vars(power.spent))} if power else row)
 
     def devices(self, state: State, pids: Mapping[str, int | None], now: float, job: Mapping[str, Any]) -> None:
         """Write devices.json; `job` is what else is to be said of the job."""

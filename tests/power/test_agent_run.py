@@ -1,4 +1,4 @@
-"""A run that is boosted through an agent process: over its socket, on the tests' own driver, to the controller's end."""
+"""A run that is boosted through an agent process: over its socket, on the tests' driver, to the controller's end."""
 
 from __future__ import annotations
 

@@ -223,6 +223,14 @@ def test_power_alone_hides_a_loss_within_fifteen_steps(tmp_path: Path, facts: di
     assert set(job.limits_w().values()) == {NOMINAL_W}  # the run has ended
     power = summary["power"]
     assert power["by_incident"]["1"]["extra_j"] == power["extra_j"] > 0
+    assert summary["incidents"][0]["power"] == power["by_incident"]["1"]
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    (incident,) = (row for row in events if row.get("record") == "incident_power")
+    assert (incident["number"], incident["extra_j"]) == (1, power["extra_j"])
+    ledger = [row for row in events if row.get("record") == "ledger"][-1]
+    assert ledger["power"] == {key: power[key] for key in ("extra_j", "boosted_device_s", "saved_j")}
+    survivors = sum(row["power"]["replicas"]["1"]["limit_w"] > NOMINAL_W for row in rows)
+    assert power["boosted_device_s"] == pytest.approx(survivors * (facts["tp"] - 1) * STEP_S, rel=0.2)
     assert rows[-1]["power"]["replicas"]["1"]["limit_w"] > 1200
     assert rows[-1]["power"]["replicas"]["0"]["limit_w"] == NOMINAL_W
     devices = rows[-1]["power"]["devices"]
