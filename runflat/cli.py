@@ -27,7 +27,7 @@ COMMANDS = {
     "advise": "which strategy, how many spares, how much power headroom, and how sure that is",
     "trace": "describe a file of failures: rates, repair times, concurrency",
     "step-time": "predict the time of a training step, part by part",
-    "power": "what power boost can and cannot do on this machine",
+    "power": "what power boost can do on this machine; measure how fast power makes a job",
     "power-agent": "the privileged process of a node that sets power limits and takes them back",
     "validate": "hold the step-time model against published measurements",
 }

@@ -324,6 +324,11 @@ class TrainConfig(Section):
     def _power_can_be_steered(self) -> TrainConfig:
         if self.boost or self.power.save:
             check_power(self.boost, self.devices == "emulated", self.device, self.power)
+            if self.power.module_budget_w is not None and self.layout.tp % self.power.module_devices:
+                raise ValueError(
+                    f"power.module_devices is {self.power.module_devices}, but layout.tp is {self.layout.tp}: a module "
+                    f"belongs to one replica, so layout.tp must be a multiple of it"
+                )
             if Strategy.NTP not in parse_chain(self.on_failure):
                 raise ValueError(
                     f"on_failure is {self.on_failure!r}, but power is for replicas that go on at a lower degree; put "

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 from runflat.cluster.ledger import append_json_line
 from runflat.config import TrainConfig
@@ -23,6 +24,15 @@ from runflat.power.wire import MAX_DEVICES, DeviceState, Failure
 if TYPE_CHECKING:
     from runflat.elastic.boost import PowerSetting
 
+
+class Budgets(TypedDict):
+    """Fields of `PowerLimits` that a configuration gives as they are."""
+
+    domain_budget_w: float | None
+    module_budget_w: float | None
+    module_devices: int
+
+
 AGENT_TIMEOUT_S = 3.0
 """Deadline of a call to the agent. The run does not wait for it, but old readings end a boost."""
 
@@ -37,6 +47,28 @@ def power_setting(
     """
     if not (config.boost or config.power.save):
         return None
+    found = _setting(config, devices, run, clock)
+    return found if config.power.save else replace(found, min_w=None)
+
+
+def calibration_setting(
+    config: TrainConfig, devices: Sequence[str], run: Path, clock: Callable[[], float] = time.monotonic
+) -> PowerSetting:
+    """How power is steered in a run that measures a curve: between nominal and the lowest limit, never above.
+
+    Raises:
+        ConfigError: the agent does not answer, its devices do not fit, or no limit can be lowered.
+    """
+    found = replace(_setting(config, devices, run, clock), raises=False, dry_run=False)
+    if found.min_w is None or found.min_w >= found.limits.nominal_w:
+        raise ConfigError(
+            f"no limit can go below the nominal {found.limits.nominal_w:g} W, but a curve is measured there: give the "
+            f"devices a floor_w in the power agent's limits file, or emulated ones a device.min_power"
+        )
+    return found
+
+
+def _setting(config: TrainConfig, devices: Sequence[str], run: Path, clock: Callable[[], float]) -> PowerSetting:
     if len(devices) > MAX_DEVICES:
         raise ConfigError(
             f"power can be steered for {MAX_DEVICES} devices of one agent, not for {len(devices)}; leave boost out"
@@ -53,7 +85,8 @@ def _emulated(config: TrainConfig, devices: Sequence[str], run: Path, clock: Cal
     nominal_w, max_w = device.power * device.tdp_w, (device.max_power or device.power) * device.tdp_w
     min_w = (device.min_power or device.power) * device.tdp_w
     real = curve_named(device.curve)
-    backend = emulated_devices(devices, real, nominal_w=nominal_w, max_w=max_w, min_w=min_w, clock=clock)
+    watts = {"nominal_w": nominal_w, "max_w": max_w, "min_w": min_w, "tdp_w": device.tdp_w}
+    backend = emulated_devices(devices, real, **watts, clock=clock)
     limits = DeviceLimits(nominal_w=nominal_w, ceiling_w=max_w, floor_w=min_w)
     site = SiteLimits(
         allow_uids=(0,), max_lease_s=max(config.power.lease_s, 1.0), devices=dict.fromkeys(devices, limits)
@@ -62,6 +95,7 @@ def _emulated(config: TrainConfig, devices: Sequence[str], run: Path, clock: Cal
     def audit(event: str, facts: object) -> None:
         append_json_line(run / "power.jsonl", {"event": event, "time_s": clock(), "facts": facts})
 
+    budgets = _budgets(config)
     # What is counted on may differ from what is: the emulated devices follow device.curve.
     counted = curve_named(config.power.curve or device.curve)
     return PowerSetting(
@@ -71,11 +105,11 @@ def _emulated(config: TrainConfig, devices: Sequence[str], run: Path, clock: Cal
             tdp_w=device.tdp_w,
             nominal_w=nominal_w,
             max_w=max_w,
-            domain_budget_w=config.power.domain_budget_w,
+            **budgets,
         ),
         link=Link(LocalAgent(site, backend, audit, clock), config.power.lease_s, clock, own_thread=False),
         uuids={name: name for name in devices},
-        min_w=min_w if config.power.save else None,
+        min_w=min_w,
         ttl_s=config.power.lease_s,
         emulated_speed=lambda limit_w: real.ratio(limit_w / device.tdp_w, device.power),
         raises=config.boost,
@@ -106,7 +140,7 @@ def _from_agent(config: TrainConfig, devices: Sequence[str]) -> PowerSetting:
             f"is their nominal limit: there is no headroom. Raise ceiling_w, or lower the nominal limit as a site "
             f"would that runs below the maximum"
         )
-    device = config.device
+    device, budgets = config.device, _budgets(config)
     real, tdp_w = curve_named(device.curve), nominal_w / device.power
     speed = None if config.devices != "emulated" else lambda limit_w: real.ratio(limit_w / tdp_w, device.power)
     return PowerSetting(
@@ -116,11 +150,11 @@ def _from_agent(config: TrainConfig, devices: Sequence[str]) -> PowerSetting:
             tdp_w=tdp_w,
             nominal_w=nominal_w,
             max_w=max_w,
-            domain_budget_w=config.power.domain_budget_w,
+            **budgets,
         ),
         link=Link(port, config.power.lease_s),
         uuids={name: state.uuid for name, state in zip(devices, ours, strict=True)},
-        min_w=min_w if config.power.save else None,
+        min_w=min_w,
         ttl_s=config.power.lease_s,
         emulated_speed=speed,
         raises=config.boost,
@@ -137,6 +171,15 @@ def _common(states: Sequence[DeviceState]) -> tuple[float, float, float]:
             f"boost needs alike devices"
         )
     return nominal.pop(), min(state.ceiling_w for state in states), max(state.floor_w for state in states)
+
+
+def _budgets(config: TrainConfig) -> Budgets:
+    power = config.power
+    return {
+        "domain_budget_w": power.domain_budget_w,
+        "module_budget_w": power.module_budget_w,
+        "module_devices": power.module_devices,
+    }
 
 
 def _rules(config: TrainConfig, tdp_w: float) -> Rules:

@@ -1,4 +1,4 @@
-"""`runflat power probe`: what power boost can and cannot do on this machine."""
+"""`runflat power`: what a boost can and cannot do on this machine (`probe`), and how fast power makes a job."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import tyro
 from rich.console import Console
 
+from runflat.commands.power_calibrate import calibrate
 from runflat.errors import ConfigError
 from runflat.power.nvml import NvmlDevices
 from runflat.power.probe import Probed, probe, summary
@@ -31,10 +32,14 @@ def main(argv: list[str]) -> int:
     """Exit status of `runflat power` with these arguments.
 
     Raises:
-        ConfigError: for anything but `probe`.
+        ConfigError: for anything but `probe` and `calibrate`.
     """
+    if argv and argv[0] == "calibrate":
+        return calibrate(argv[1:])
     if not argv or argv[0] != "probe":
-        raise ConfigError("say what to do about power: runflat power probe (--help shows the flags)")
+        raise ConfigError(
+            "say what to do about power: runflat power probe, or runflat power calibrate (--help shows the flags)"
+        )
     args = tyro.cli(ProbeArgs, args=argv[1:], prog="runflat power probe", description=PROBE)
     found = probe(NvmlDevices())
     if args.json:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from runflat.commands.boosting import power_setting
+from runflat.commands.boosting import calibration_setting, power_setting
 from runflat.commands.config_files import flag_rules, load_config
 from runflat.commands.origin import origin
 from runflat.commands.prepare import Prepared, claimed, prepare, run_folder, tokenizer_of, write_config
@@ -25,6 +25,7 @@ from runflat.plan.batch import BatchRule
 if TYPE_CHECKING:
     from runflat.elastic.controller import Controller
     from runflat.plan.plan import Plan
+    from runflat.power.calibrate import Walk
 
 DESCRIPTION = """Train a causal language model with replicas of different tensor-parallel degree.
 
@@ -97,13 +98,18 @@ def main(argv: list[str]) -> int:
     return train(parse(rest), watching=watching)[0]
 
 
-def train(config: TrainConfig, loop: str | None = None, watching: Watching | None = None) -> tuple[int, dict[str, Any]]:
-    """Train as `config` says, with runflat's loop or the user's `loop`; returns the exit code and the summary."""
+def train(
+    config: TrainConfig, loop: str | None = None, watching: Watching | None = None, walk: Walk | None = None
+) -> tuple[int, dict[str, Any]]:
+    """Train as `config` says, with runflat's loop or the user's `loop`; returns the exit code and the summary.
+
+    With a `walk` the run is for a calibration of power, and ends with it.
+    """
     run = run_folder(config)
     try:
         with claimed(run):
             warnings: list[str] = []
-            return _run(prepare(config, run, warnings.append, loop), warnings, watching or Watching())
+            return _run(prepare(config, run, warnings.append, loop), warnings, watching or Watching(), walk)
     except OSError as error:
         raise CheckpointError(
             f"the files of the run under {run} cannot be written: {error}. Checkpoints that are there are whole: make "
@@ -111,7 +117,9 @@ def train(config: TrainConfig, loop: str | None = None, watching: Watching | Non
         ) from error
 
 
-def _run(prepared: Prepared, warnings: Sequence[str], watching: Watching) -> tuple[int, dict[str, Any]]:
+def _run(
+    prepared: Prepared, warnings: Sequence[str], watching: Watching, walk: Walk | None
+) -> tuple[int, dict[str, Any]]:
     """Start the workers, watch them to the end, write the summary."""
     from runflat.elastic.launch_local import LocalWorkers
 
@@ -125,7 +133,7 @@ def _run(prepared: Prepared, warnings: Sequence[str], watching: Watching) -> tup
         for warning in warnings:
             view.say(f"warning: {warning}")
         _describe(prepared, view)
-        controller = _controller(prepared, view)
+        controller = _controller(prepared, view, walk)
         try:
             with watched(watching, prepared.run, view.say):
                 controller.supervise(LocalWorkers(prepared.job))
@@ -139,7 +147,7 @@ def _run(prepared: Prepared, warnings: Sequence[str], watching: Watching) -> tup
     return (INTERRUPTED if controller.stopped else 0), summary
 
 
-def _controller(prepared: Prepared, view: ProgressView) -> Controller:
+def _controller(prepared: Prepared, view: ProgressView, walk: Walk | None) -> Controller:
     import torch
 
     from runflat.elastic.assemble import assemble, layout_planner
@@ -163,7 +171,8 @@ def _controller(prepared: Prepared, view: ProgressView) -> Controller:
         rule=BatchRule(config.rule),
         cap=config.cap,
     )
-    power = power_setting(config, planner.devices, prepared.run)
+    steered = calibration_setting if walk else power_setting
+    power = steered(config, planner.devices, prepared.run)
     if power is not None and power.raises and not power.dry_run:
         planner = replace(planner, power=power.limits)
 
@@ -185,7 +194,7 @@ def _controller(prepared: Prepared, view: ProgressView) -> Controller:
         checkpoint=prepared.checkpoint,
         dead=config.layout.dead,
         events=prepared.events,
-        boost=Boost(power, planner) if power else None,
+        boost=Boost(power, planner, walk.turn if walk else None) if power else None,
         declared_step_s=_declared_step_s(prepared, planner.full_plan()),
         no_goodput=None if config.devices == "emulated" or torch.cuda.is_available() else NO_GOODPUT,
     )

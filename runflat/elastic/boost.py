@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
-from runflat.elastic.actions import Action, Planned, Send, Took
+from runflat.elastic.actions import Action, Planned, Send, Start, Took
 from runflat.elastic.messages import StepReport
 from runflat.elastic.orders import Power, Switch
 from runflat.elastic.planning import Planner
@@ -18,10 +19,10 @@ from runflat.elastic.power_sight import Sight
 from runflat.elastic.power_spent import PowerBooks
 from runflat.elastic.state import State
 from runflat.plan.plan import Plan
-from runflat.power.control import PowerState, decide
+from runflat.power.control import PowerState, Verdict, decide
 from runflat.power.link import Link, Order
 from runflat.power.reach import PowerLimits
-from runflat.power.views import Rules, Write
+from runflat.power.views import Observation, Rules, Write
 
 LOOK_S = 1.0
 """Between two looks at the devices while no step ends."""
@@ -66,13 +67,20 @@ class Effects:
     words: tuple[str, ...] = ()
     speeds: Mapping[int, float] | None = None
     """Replicas that cannot be boosted beyond a speed at present; None if that has not changed."""
+    done: bool = False
+    """The run is to end: it was for a calibration, which has all that it can get."""
+
+
+Policy = Callable[[PowerState, Observation, float], Verdict]
+"""(state, what is seen, now) -> what to do, as `power.control.decide` and `power.calibrate.Walk.turn` say it."""
 
 
 class Boost:
     """Power of one run. Times are seconds since its start."""
 
-    def __init__(self, setting: PowerSetting, planner: Planner):
-        """Nothing is asked of the agent yet."""
+    def __init__(self, setting: PowerSetting, planner: Planner, policy: Policy | None = None):
+        """Nothing is asked of the agent yet. `policy` takes the place of the one that boosts."""
+        self._policy = policy or partial(decide, setting.rules)
         self.setting = setting
         self.state = PowerState()
         self.sight = Sight(setting, planner)
@@ -124,10 +132,16 @@ class Boost:
             if isinstance(action, Planned | Took) and action.plan.generation > self._explained:
                 self._explained = action.plan.generation
                 words += self._explain(action.plan)
-        if any(isinstance(action, Send) and isinstance(action.order, Switch) for action in found):
+        if any(self._will_draw(action) for action in found):
             effects = self._turn(state, now, joins=True)
             return replace(effects, words=(*words, *effects.words))
         return Effects(words=tuple(words)) if words else None
+
+    def _will_draw(self, action: Action) -> bool:
+        """Whether a device is about to join, or to be started although the budgets count it as off."""
+        if isinstance(action, Start):
+            return action.device in self.sight.off
+        return isinstance(action, Send) and isinstance(action.order, Switch)
 
     def close(self) -> None:
         """The run ends: everything back to nominal."""
@@ -141,7 +155,7 @@ class Boost:
         self._looked = now
         setting.link.look()
         self._hear(now)
-        verdict = decide(setting.rules, self.state, self.sight.observe(state, own_s), now)
+        verdict = self._policy(self.state, self.sight.observe(state, own_s, now), now)
         self._words += verdict.words
         if setting.dry_run:
             self.state = replace(verdict.state, held=self.state.held or verdict.state.held)
@@ -157,7 +171,7 @@ class Boost:
         if not joins and dict(verdict.speeds) != dict(self._speeds):
             speeds = self._speeds = verdict.speeds
         words, self._words = tuple(self._words), []
-        return Effects(self._orders(state), words, speeds)
+        return Effects(self._orders(state), words, speeds, verdict.done)
 
     def _hear(self, now: float) -> None:
         """Take in what the agent has answered since."""

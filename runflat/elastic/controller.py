@@ -187,6 +187,8 @@ class Controller:
             workers.send(device, order)
         if effects.speeds is not None:
             self._happen(workers, Powered(effects.speeds))
+        if effects.done and not self.state.stop_asked:
+            self._happen(workers, StopAsked())
 
     def _plan_of(self, message: StepReport) -> Sequence[Any]:
         plan = self.books.plans.get(message.generation)

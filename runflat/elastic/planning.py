@@ -114,7 +114,8 @@ class Planner:
             return None
         full = self.work(replica, ())
         needs = [(load / full, 1) for load in self.device_work(replica, dead)]
-        return self.power.reach(needs, num_dead=len(dead))
+        slots = [slot for slot in range(self.job.tp_full) if slot not in dead]
+        return self.power.reach(needs, num_dead=len(dead), slots=slots, dead=dead)
 
     def work(self, replica: int, dead: tuple[int, ...]) -> float:
         """FLOPs of one sequence on the most loaded device."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
 
-from runflat.elastic.state import GrowthStage, State
+from runflat.elastic.state import GrowthStage, Standing, State
 from runflat.plan.cost import loads
 from runflat.plan.plan import Plan
 from runflat.power.devices import ALARMS
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from runflat.elastic.boost import PowerSetting
     from runflat.elastic.planning import Planner
 
+OFF_W = 10.0
+"""A dead device without a process that draws no more than this is off: an idle one draws several times as much."""
 AFTER_S = 1e-6
 """What is read back in the answer to a write was read this much after the agent was asked."""
 
@@ -29,6 +31,8 @@ class Sight:
         self._setting = setting
         self._planner = planner
         self._samples: dict[str, Sample] = {}
+        self.off: frozenset[str] = frozenset()
+        """Dead devices whose readings said, when last looked at, that they are off: nothing is booked for them."""
         self._loads: tuple[int, dict[str, float]] = (-1, {})
 
     def take(self, outcome: Outcome, asked_at: float) -> None:
@@ -49,6 +53,7 @@ class Sight:
             requested_w=found.limit_w,
             enforced_w=found.enforced_w,
             draw_w=found.draw_w,
+            clock_mhz=found.clock_mhz,
             margin_c=found.margin_c,
             alarm=alarm and f"the device says {alarm}",
         )
@@ -72,9 +77,10 @@ class Sight:
         """Devices whose home is `replica`."""
         return tuple(name for name in self._planner.devices if self.home(state, name) == replica)
 
-    def observe(self, state: State, own_s: Mapping[int, float] | None) -> Observation:
+    def observe(self, state: State, own_s: Mapping[int, float] | None, now: float) -> Observation:
         """What `power.control` is shown; `own_s` of a step that has just ended."""
         plan, job = state.plan, self._planner.job
+        self.off = frozenset(name for name in self._planner.devices if self._is_off(state, name, now))
         views = self._views(state)
         joining: set[int] = set()
         if state.growth is not None and state.growth.stage is GrowthStage.SWITCH:
@@ -97,7 +103,7 @@ class Sight:
             DeviceView(
                 name=name,
                 replica=self.home(state, name),
-                standing="works" if plan is not None and plan.place(name) is not None and name in live else "dead",
+                standing=self._standing(name, plan is not None and plan.place(name) is not None and name in live),
                 nominal_w=limits.nominal_w,
                 max_w=limits.max_w if self._setting.raises else limits.nominal_w,
                 min_w=self._setting.min_w,
@@ -107,13 +113,35 @@ class Sight:
             for name in self._planner.devices
         )
 
-    def _budgets(self, views: Iterable[DeviceView]) -> tuple[Budget, ...]:
-        watts = self._setting.limits.domain_budget_w
+    def _standing(self, name: str, works: bool) -> Literal["works", "dead", "off"]:
+        return "works" if works else "off" if name in self.off else "dead"
+
+    def _is_off(self, state: State, name: str, now: float) -> bool:
+        """Whether a fresh reading says that a device draws nothing, and no process of ours could change that."""
+        sample = self.sample(name)
+        return (
+            state.devices[name].standing in (Standing.LOST, Standing.OUT)
+            and sample is not None
+            and now - sample.at <= self._setting.rules.stale_s
+            and sample.draw_w is not None
+            and sample.draw_w <= OFF_W
+        )
+
+    def _budgets(self, views: Sequence[DeviceView]) -> tuple[Budget, ...]:
+        limits, budgets = self._setting.limits, []
+        if limits.module_budget_w is not None:
+            names, size = [view.name for view in views], limits.module_devices
+            for first in range(0, len(names), size):
+                members = tuple(names[first : first + size])
+                budgets.append(Budget(f"the module of {members[0]}", limits.module_budget_w, members))
+        watts = limits.domain_budget_w
         domains: dict[int, list[str]] = {}
         for view in views:
             if view.replica is not None:
                 domains.setdefault(view.replica, []).append(view.name)
-        return tuple(Budget(f"domain {n}", watts, tuple(names)) for n, names in domains.items()) if watts else ()
+        if watts is not None:
+            budgets += [Budget(f"domain {n}", watts, tuple(members)) for n, members in domains.items()]
+        return tuple(budgets)
 
     def _work(self, plan: Plan) -> dict[str, float]:
         """FLOPs of a step on each device of the plan."""

@@ -62,6 +62,8 @@ class Verdict:
     words: tuple[str, ...] = ()
     speeds: Mapping[int, float] = field(default_factory=dict)
     """Replicas whose speed cannot exceed this at present, whatever the curve says: 1.0 while blocked."""
+    done: bool = False
+    """The run was only for this policy (a calibration), and there is nothing left for it to do."""
 
 
 def decide(rules: Rules, state: PowerState, seen: Observation, now: float) -> Verdict:

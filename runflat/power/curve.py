@@ -137,6 +137,8 @@ def _from_json(name: str, entry: Mapping[str, Any]) -> PowerCurve:
 def curve_named(name: str) -> PowerCurve:
     """The named curve, ``exponent:0.4`` for a slope of one's own, or ``file:PATH``, as :func:`read_curve` reads it.
 
+    The path of a file that ends in .json needs no ``file:``.
+
     Raises:
         ConfigError: for an unknown name, or a file that is no curve.
     """
@@ -151,8 +153,8 @@ def curve_named(name: str) -> PowerCurve:
             raise ConfigError(
                 f"power curve {name!r}: {value!r} is not a number; write for example exponent:0.4"
             ) from None
-    if kind == "file":
-        return read_curve(Path(value))
+    if kind == "file" or name.endswith(".json"):
+        return read_curve(Path(value if kind == "file" else name))
     raise ConfigError(f"unknown power curve {name!r}; allowed: {', '.join(curves)}, exponent:NUMBER or file:PATH")
 
 

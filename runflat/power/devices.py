@@ -61,6 +61,7 @@ class Reading:
         draw_w: Power drawn; a slow average on many devices, so no evidence for a fast loop.
         temperature_c: Core temperature.
         margin_c: Degrees left to the temperature at which the device slows itself down.
+        clock_mhz: Clock of what computes.
         energy_j: Energy since the driver was loaded: if it falls, the driver was reloaded and forgot its limits.
         reasons: Why the clocks are not higher.
     """
@@ -70,6 +71,7 @@ class Reading:
     draw_w: float | None = None
     temperature_c: float | None = None
     margin_c: float | None = None
+    clock_mhz: float | None = None
     energy_j: float | None = None
     reasons: Set[Reason] | None = None
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from runflat.power.curve import PowerCurve
 from runflat.power.devices import DeviceError, DeviceFacts, ErrorKind, Reading, Reason
 
+CLOCK_MHZ = 1500.0
+"""Clock of an emulated device at the power that is 1.0 on its curve; its speed is its clock."""
 SLOWDOWN_C = 90.0
 """Temperature at which an emulated device would slow itself down."""
 
@@ -96,6 +98,7 @@ class EmulatedDevices:
             draw_w=device.draw_w,
             temperature_c=device.temperature_c,
             margin_c=SLOWDOWN_C - device.temperature_c,
+            clock_mhz=CLOCK_MHZ * self.speed(uuid, self._reference_w),
             energy_j=device.energy_j,
             reasons=frozenset(device.reasons | capped),
         )
@@ -128,16 +131,18 @@ def emulated_devices(
     nominal_w: float,
     max_w: float,
     min_w: float | None = None,
+    tdp_w: float | None = None,
     clock: Callable[[], float],
 ) -> EmulatedDevices:
     """Like devices that run at `nominal_w` of `max_w`, which is also their default: the realistic form of headroom.
 
     Args:
         names: Their UUIDs.
-        curve: Speed over power; 1.0 is `nominal_w`.
+        curve: Speed over power; 1.0 is `tdp_w`.
         nominal_w: Limit that they start with.
         max_w: Highest limit.
         min_w: Lowest limit; none: half of nominal.
+        tdp_w: Power that is 1.0 on the curve; none: `nominal_w`.
         clock: Seconds.
     """
     low_w = nominal_w / 2 if min_w is None else min_w
@@ -145,4 +150,4 @@ def emulated_devices(
         DeviceFacts(uuid=name, index=index, name="emulated", min_w=low_w, max_w=max_w, default_w=max_w)
         for index, name in enumerate(names)
     ]
-    return EmulatedDevices([EmulatedDevice(fact, nominal_w) for fact in facts], curve, nominal_w, clock)
+    return EmulatedDevices([EmulatedDevice(fact, nominal_w) for fact in facts], curve, tdp_w or nominal_w, clock)

@@ -237,6 +237,7 @@ class Keeper:
             known |= {"limit_w": reading.limit_w, "enforced_w": reading.enforced_w, "age_s": now - kept.read_s}
             known |= {"draw_w": finite(reading.draw_w), "temperature_c": finite(reading.temperature_c)}
             known |= {"margin_c": finite(reading.margin_c), "energy_j": finite(reading.energy_j)}
+            known |= {"clock_mhz": finite(reading.clock_mhz)}
             known["reasons"] = None if reading.reasons is None else tuple(sorted(reading.reasons))
         return DeviceState(
             uuid=uuid,

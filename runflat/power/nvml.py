@@ -72,6 +72,7 @@ class NvmlDevices:
                 draw_w=self._optional(lambda: _watts(nvml.nvmlDeviceGetPowerUsage(handle))),
                 temperature_c=self._optional(lambda: self._temperature_c(handle)),
                 margin_c=self._margin_c(handle),
+                clock_mhz=self._optional(lambda: float(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM))),
                 energy_j=self._optional(lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3),
                 reasons=self._optional(lambda: _reasons(nvml.nvmlDeviceGetCurrentClocksEventReasons(handle))),
             )

@@ -34,6 +34,8 @@ class Room:
 
     watts: float
     members: frozenset[int]
+    name: str = "domain"
+    """``domain`` or ``module``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ class Reach:
     pace: float
     """1.0 if every need is met; all devices of a replica wait for its slowest, so the least one counts."""
     limited_by: str
-    """``need`` if the wanted speeds are reached, else ``device`` or ``domain``."""
+    """``need`` if the wanted speeds are reached, else ``device``, ``domain`` or ``module``."""
 
 
 def reach(curve: PowerCurve, tdp_w: float, needs: Sequence[Need], rooms: Sequence[Room] = ()) -> Reach:
@@ -69,7 +71,7 @@ def reach(curve: PowerCurve, tdp_w: float, needs: Sequence[Need], rooms: Sequenc
             return "device"
         for room in rooms:
             if sum(found[i] * needs[i].num for i in room.members) > room.watts * (1 + 1e-12):
-                return "domain"
+                return room.name
         return None
 
     wanted = limits(1.0)
@@ -114,6 +116,10 @@ class PowerLimits:
     """Highest limit that the device and the site allow."""
     domain_budget_w: float | None = None
     """Sum of limits that the domain may reach; None if only the device limits count."""
+    module_budget_w: float | None = None
+    """Sum of limits that the devices of one module (superchip) may reach; None if there are no modules."""
+    module_devices: int = 1
+    """Neighbouring devices of a domain that make a module."""
     dead_count: bool = True
     """Whether a dead device keeps its nominal watts booked (until it is confirmed off)."""
 
@@ -129,13 +135,23 @@ class PowerLimits:
         """Highest over nominal limit; 1.0 means that there is nothing to boost with."""
         return self.max_w / self.nominal_w
 
-    def reach(self, needs: Sequence[tuple[float, int]], *, num_others: int = 0, num_dead: int = 0) -> Reach:
+    def reach(
+        self,
+        needs: Sequence[tuple[float, int]],
+        *,
+        num_others: int = 0,
+        num_dead: int = 0,
+        slots: Sequence[int] = (),
+        dead: Sequence[int] = (),
+    ) -> Reach:
         """What survivors of one domain can reach: ``needs`` are (wanted speed, number of devices that want it).
 
         Args:
             needs: Speeds over the speed at the nominal limit.
             num_others: Live devices of the domain that stay at nominal.
             num_dead: Dead devices of the domain; they count at nominal power where ``dead_count`` says so.
+            slots: Place of the one device of each need in the domain; needed where there are modules.
+            dead: Places of the dead ones.
         """
         wanted = [Need(speed, self.nominal_w, self.max_w, num) for speed, num in needs]
         rooms = []
@@ -145,7 +161,19 @@ class PowerLimits:
             left_w = self.domain_budget_w - booked * self.nominal_w
             # A budget below the nominal limits cannot be kept by us: it only means that nothing may be raised.
             rooms = [Room(max(left_w, num_raised * self.nominal_w), frozenset(range(len(needs))))]
-        return reach(self.curve, self.tdp_w, wanted, rooms)
+        return reach(self.curve, self.tdp_w, wanted, [*rooms, *self._modules(slots, dead)])
+
+    def _modules(self, slots: Sequence[int], dead: Sequence[int]) -> list[Room]:
+        """What each module leaves for its live devices."""
+        if self.module_budget_w is None:
+            return []
+        rooms = []
+        for module in {slot // self.module_devices for slot in slots}:
+            members = frozenset(i for i, slot in enumerate(slots) if slot // self.module_devices == module)
+            booked = sum(slot // self.module_devices == module for slot in dead) if self.dead_count else 0
+            left_w = self.module_budget_w - booked * self.nominal_w
+            rooms.append(Room(max(left_w, len(members) * self.nominal_w), members, "module"))
+        return rooms
 
     def speed(self, limit_w: float) -> float:
         """Speed at a limit over the speed at the nominal one."""
@@ -161,7 +189,11 @@ class PowerLimits:
         label = self.curve.label(top_w / self.tdp_w)
         if found.limited_by == "need":
             return f"hides {lost} of {tp_full} with {top_w / self.nominal_w:.2f}x power (curve {label})"
-        within = f"{self.headroom:.2f}x power" if found.limited_by == "device" else f"{self.domain_budget_w:g} W"
+        within = {
+            "device": f"{self.headroom:.2f}x power",
+            "domain": f"{self.domain_budget_w or 0:g} W",
+            "module": f"{self.module_budget_w or 0:g} W for a module",
+        }[found.limited_by]
         return (
             f"cannot hide {lost} of {tp_full} with curve {label} and {within}: {found.pace * wanted:.3f}x of the "
             f"{wanted:.3f}x speed that it takes, so it stays {100 * (1 / found.pace - 1):.1f} % slower"

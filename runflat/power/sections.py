@@ -55,6 +55,10 @@ class PowerSection(Section):
     """Speed against power that is counted on, named as in device.curve; none: that of device.curve."""
     domain_budget_w: float | None = Field(default=None, gt=0)
     """Watts that the limits of a replica's devices may add up to, dead ones included; none: only devices' ranges."""
+    module_devices: int = Field(default=1, ge=1)
+    """Neighbouring devices that share a module (superchip), in the machine's order; layout.tp is a multiple of it."""
+    module_budget_w: float | None = Field(default=None, gt=0)
+    """Watts that the limits of a module's devices may add up to, dead ones included; none: there are no modules."""
     step_w: float = Field(default=50.0, gt=0)
     """Most by which a limit rises from one step of training to the next."""
     hold_off_s: float = Field(default=60.0, ge=0)

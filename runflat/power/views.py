@@ -52,6 +52,7 @@ class Sample:
     requested_w: float
     enforced_w: float
     draw_w: float | None = None
+    clock_mhz: float | None = None
     margin_c: float | None = None
     """Kelvin to the thermal limit; None if the device does not say."""
     alarm: str = ""

@@ -115,6 +115,7 @@ class DeviceState(Wire):
     draw_w: float | None = None
     temperature_c: float | None = None
     margin_c: float | None = None
+    clock_mhz: float | None = None
     energy_j: float | None = None
     reasons: tuple[Reason, ...] | None = None
     confirmed: bool = True

@@ -3,198 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from powered_job import LINEAR, NOMINAL_W, STEP_S, Job
 
-from runflat.elastic.assemble import assemble
-from runflat.elastic.boost import Boost, PowerSetting
-from runflat.elastic.fake_launcher import FakeLauncher, Fault
-from runflat.elastic.orders import Order, Power
-from runflat.elastic.planning import Planner
+from runflat.elastic.fake_launcher import Fault
 from runflat.elastic.requests import post
-from runflat.elastic.state import Limits
-from runflat.plan.plan import ReplicaPlan
-from runflat.plan.strategies import JobFacts, Strategy
-from runflat.plan.units import Kind, ModelSpec, ParamSpec, Segment
-from runflat.power.client import LocalAgent
-from runflat.power.curve import PowerCurve, curve_named
-from runflat.power.emulated import EmulatedDevices, emulated_devices
-from runflat.power.link import Link
-from runflat.power.reach import PowerLimits
-from runflat.power.site import DeviceLimits, SiteLimits
-from runflat.power.views import Rules
-from runflat.power.wire import Failure, Reply, Request
-
-NOMINAL_W = 1000.0
-LINEAR = PowerCurve(((0.5, 0.5), (1.0, 1.0), (1.5, 1.5)), "linear")
-STEP_S = 0.4
-
-
-def divisible_spec(units: int) -> ModelSpec:
-    """A model whose heads and FFN blocks are `units`, so that a lost device's share spreads evenly."""
-    return ModelSpec(
-        name="toy",
-        kinds=(Kind("head", 2 * units, 2), Kind("ffn", 2 * units, 2)),
-        params=(
-            ParamSpec("q", (2 * units, 8), "sharded", True, 0, 1, 0, (Segment("head", 0),)),
-            ParamSpec("up", (2 * units, 8), "sharded", True, 1, 1, 0, (Segment("ffn", 0),)),
-            ParamSpec("norm", (8,), "equal", False, 2),
-        ),
-        hidden_size=8,
-        num_layers=1,
-        head_dim=2,
-    )
-
-
-class Powered(FakeLauncher):
-    """Workers whose step takes their replica's work over the speed that their limits allow."""
-
-    def __init__(self, num_steps: int, faults: tuple[Fault, ...], planner: Planner):
-        super().__init__(num_steps, faults, compute_s=STEP_S)
-        self.planner = planner
-        self.speed: dict[str, float] = {}
-        self.told: list[tuple[float, str, float]] = []
-        self.returning: str | None = None
-
-    def send(self, device: str, order: Order) -> None:
-        if isinstance(order, Power):
-            self.speed[device] = order.speed
-            self.told.append((self.now, device, order.limit_w))
-        super().send(device, order)
-
-    def start(self, device: str, incarnation: int) -> None:
-        self.speed.pop(device, None)
-        super().start(device, incarnation)
-
-    def compute_time_s(self, replica: ReplicaPlan, device: str | None = None) -> float:
-        """The replica's slowest device: all of it meets at each layer."""
-        work = self.planner.device_work(replica.replica, replica.dead_slots)
-        full = self.planner.work(replica.replica, ())
-        own = [w / full / self.speed.get(str(d), 1.0) for w, d in zip(work, filter(None, replica.devices), strict=True)]
-        return STEP_S / self.planner.job.even_share * replica.num_sequences * max(own)
-
-
-class Quiet:
-    """Remembers what it is told."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def step(self, record: Mapping[str, Any]) -> None: ...
-
-    def say(self, text: str) -> None:
-        self.lines.append(text)
-
-    def waiting(self, text: str | None) -> None: ...
-
-
-class Mute:
-    """An agent in this process whose readings can get lost."""
-
-    def __init__(self, agent: LocalAgent) -> None:
-        self.agent = agent
-        self.is_mute = False
-
-    def ask(self, request: Request) -> Reply:
-        if self.is_mute and request.type == "read":
-            return Failure(error="timeout", text="no answer")
-        return self.agent.ask(request)
-
-
-class Job:
-    """A job with power, under a fake clock: declare it, run it, look at what it wrote."""
-
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        tp: int,
-        replicas: int,
-        units: int,
-        curve: PowerCurve,
-        max_w: float,
-        batch: int = 8,
-        steps: int = 40,
-        faults: tuple[Fault, ...] = (),
-        act: Callable[[Job], None] | None = None,
-        **fields: Any,
-    ):
-        self.folder, self.view = folder, Quiet()
-        placement = tuple(((r, slot), f"{r}:{slot}") for r in range(replicas) for slot in range(tp))
-        limits = PowerLimits(curve=curve, tdp_w=NOMINAL_W, nominal_w=NOMINAL_W, max_w=max_w)
-        facts = JobFacts(num_replicas=replicas, tp_full=tp, num_sequences=batch)
-        planner = Planner(
-            spec=divisible_spec(units),
-            job=facts,
-            placement=placement,
-            seq_len=16,
-            bytes_per_element=12,
-            chain=(Strategy.NTP, Strategy.DROP),
-            power=limits if fields.get("raises", True) and not fields.get("dry_run") else None,
-        )
-        self.launcher = Powered(steps, faults, planner)
-
-        def clock() -> float:
-            return self.launcher.now
-
-        setting = self._setting(limits, planner, clock, fields)
-        self.boost = Boost(setting, planner)
-        self.controller = assemble(
-            folder,
-            planner,
-            self.view,
-            limits=Limits(back_off_s=1.0, timeout_s=20.0, auto_return=False),
-            sample_hash=lambda previous, step, samples: "",
-            learning_rate=lambda step: 0.5,
-            secret="secret",
-            clock=clock,
-            boost=self.boost,
-        )
-        if act is not None:
-            self.launcher.later(STEP_S * 4, lambda: act(self))
-
-    def _setting(
-        self, limits: PowerLimits, planner: Planner, clock: Callable[[], float], fields: dict[str, Any]
-    ) -> PowerSetting:
-        curve, max_w, low_w = limits.curve, limits.max_w, fields.get("min_w") or NOMINAL_W
-        self.backend: EmulatedDevices = emulated_devices(
-            planner.devices, curve, nominal_w=NOMINAL_W, max_w=max_w, min_w=low_w, clock=clock
-        )
-        site = SiteLimits(
-            allow_uids=(0,),
-            devices={n: DeviceLimits(nominal_w=NOMINAL_W, ceiling_w=max_w, floor_w=low_w) for n in planner.devices},
-        )
-        self.agent = Mute(LocalAgent(site, self.backend, lambda event, facts: None, clock))
-        return PowerSetting(
-            rules=Rules(curve=curve, tdp_w=NOMINAL_W, save=bool(fields.get("min_w")), hold_off_s=10.0),
-            limits=limits,
-            link=Link(self.agent, 30.0, clock, own_thread=False),
-            uuids={name: name for name in planner.devices},
-            emulated_speed=lambda limit_w: curve.ratio(limit_w / NOMINAL_W, 1.0),
-            **fields,
-        )
-
-    def run(self) -> dict[str, Any]:
-        self.controller.supervise(self.launcher)
-        return self.controller.summary()
-
-    def steps(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.folder / "steps.jsonl").read_text().splitlines()]
-
-    def rate(self, index: int) -> float:
-        """Sequences per declared second in a step."""
-        row = self.steps()[index]
-        return sum(r["num_samples"] for r in row["replicas"]) / max(r["compute_s"] for r in row["replicas"])
-
-    def shares(self, index: int) -> list[int]:
-        return [r["num_samples"] for r in self.steps()[index]["replicas"]]
-
-    def limits_w(self) -> dict[str, float]:
-        return {name: device.limit_w for name, device in self.backend.devices.items()}
-
+from runflat.power.curve import curve_named
 
 LOSS_STEP = 5
 
@@ -283,6 +100,53 @@ def test_limits_are_nominal_before_a_device_is_back(tmp_path: Path) -> None:
     assert limits[joined - 2] > 1300
     assert set(limits[joined:]) == {NOMINAL_W}
     assert job.rate(59) == pytest.approx(job.rate(1), rel=1e-3)
+
+
+def test_a_module_bounds_its_devices(tmp_path: Path) -> None:
+    """Catches a superchip whose devices get more together than its module has, or a prediction that forgets it."""
+    job = Job(tmp_path, **{**LINES, "batch": 3, "budgets": {"module_budget_w": 2200.0, "module_devices": 2}})
+    job.run()
+    rows = job.steps()
+    limits_w = {name: watts for name, (watts, _) in rows[-1]["power"]["devices"].items()}
+    assert [limits_w[name] for name in ("1:0", "1:1", "1:3")] == pytest.approx(
+        [1100.0] * 3
+    )  # the slowest sets the pace
+    assert job.rate(39) == pytest.approx(job.rate(1) * 3 / 4 * 1.1, rel=1e-3)
+    assert any("cannot hide 1 of 4 with curve linear and 2200 W for a module: 1.100x" in li for li in job.view.lines)
+    for row in rows:
+        pairs = [row["power"]["devices"][f"{r}:{s}"][0] for r in range(3) for s in range(4)]
+        assert max(sum(pairs[i : i + 2]) for i in range(0, 12, 2)) <= 2200.0 + 1e-6
+
+
+def test_watts_of_a_device_that_is_off_are_used_until_it_starts(tmp_path: Path) -> None:
+    """Catches a dead device that is booked for ever, and a start into a budget that others have used up."""
+    at_start: list[float] = []
+
+    def replica_w(job: Job) -> float:
+        return sum(watts for name, watts in job.limits_w().items() if name.startswith("1:"))
+
+    def act(job: Job) -> None:
+        committed = job.controller.state.committed
+        job.backend.devices["1:2"].demand_w = 0.0 if committed >= 15 else 9e9
+        if committed < 40:
+            job.launcher.later(STEP_S, lambda: act(job))
+            return
+        start = job.launcher.start
+
+        def watched(device: str, incarnation: int) -> None:
+            at_start.append(replica_w(job))
+            start(device, incarnation)
+
+        job.launcher.start = watched
+        post(job.folder, "1", "return", "1:2")
+
+    job = Job(tmp_path, **{**LINES, "batch": 3, "steps": 70, "act": act, "budgets": {"domain_budget_w": 4200.0}})
+    job.run()
+    limits_w = [row["power"]["replicas"]["1"]["limit_w"] for row in job.steps()]
+    assert limits_w[14] == pytest.approx(3200.0 / 3)
+    assert limits_w[39] == pytest.approx(4000.0 / 3)
+    assert at_start == [4 * NOMINAL_W]
+    assert limits_w[69] == NOMINAL_W
 
 
 def test_heat_takes_the_boost_and_the_split_takes_over(tmp_path: Path) -> None:

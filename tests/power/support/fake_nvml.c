@@ -25,6 +25,7 @@ typedef struct {
     uint32_t clamp_mw;    /* the setter silently lowers to this; 0: none */
     uint32_t draw_mw;
     uint32_t temperature_c, slowdown_c;
+    uint32_t clock_mhz;   /* 0: the device does not say */
     uint32_t reasons;     /* mask of clock event reasons */
     uint32_t is_lost, is_deaf, no_margin;
     uint32_t delay_ms;    /* how long each call on this device takes */
@@ -177,6 +178,14 @@ int nvmlDeviceGetTemperatureThreshold(void *handle, unsigned kind, unsigned *tem
     WITH_DEVICE;
     if (kind != 1) return INVALID_ARGUMENT;
     *temperature = device->slowdown_c;
+    return SUCCESS;
+}
+
+int nvmlDeviceGetClockInfo(void *handle, unsigned kind, unsigned *clock) {
+    WITH_DEVICE;
+    if (kind != 1) return INVALID_ARGUMENT;
+    if (!device->clock_mhz) return NOT_SUPPORTED;
+    *clock = device->clock_mhz;
     return SUCCESS;
 }
 

@@ -23,7 +23,7 @@ class Device(ctypes.Structure):
         ("uuid", ctypes.c_char * 64),
         ("name", ctypes.c_char * 64),
         *((name, ctypes.c_uint32) for name in ("min_mw", "max_mw", "default_mw", "limit_mw", "cap_mw", "clamp_mw")),
-        *((name, ctypes.c_uint32) for name in ("draw_mw", "temperature_c", "slowdown_c", "reasons")),
+        *((name, ctypes.c_uint32) for name in ("draw_mw", "temperature_c", "slowdown_c", "clock_mhz", "reasons")),
         *((name, ctypes.c_uint32) for name in ("is_lost", "is_deaf", "no_margin", "delay_ms")),
         *((name, ctypes.c_uint32) for name in ("num_sets", "highest_set_mw")),
         ("energy_mj", ctypes.c_uint64),
@@ -68,7 +68,7 @@ class FakeNvml:
             device.min_mw, device.max_mw, device.default_mw = MIN_W * 1000, MAX_W * 1000, MAX_W * 1000
             device.limit_mw, device.draw_mw = NOMINAL_W * 1000, 1_150_000
             device.temperature_c, device.slowdown_c, device.reasons = 50, 90, 0x4
-            device.energy_mj = 5_000_000
+            device.clock_mhz, device.energy_mj = 1410, 5_000_000
 
     def device(self, uuid: str) -> Device:
         """The device, to be read and changed in place."""
