@@ -22,7 +22,7 @@ from runflat.power.views import Rules
 from runflat.power.wire import MAX_DEVICES, DeviceState, Failure
 
 if TYPE_CHECKING:
-    from runflat.elastic.boost import PowerSetting
+    from runflat.elastic.power_setting import PowerSetting
 
 
 class Budgets(TypedDict):
@@ -79,7 +79,7 @@ def _setting(config: TrainConfig, devices: Sequence[str], run: Path, clock: Call
 
 
 def _emulated(config: TrainConfig, devices: Sequence[str], run: Path, clock: Callable[[], float]) -> PowerSetting:
-    from runflat.elastic.boost import PowerSetting
+    from runflat.elastic.power_setting import PowerSetting
 
     device = config.device
     nominal_w, max_w = device.power * device.tdp_w, (device.max_power or device.power) * device.tdp_w
@@ -119,7 +119,7 @@ def _emulated(config: TrainConfig, devices: Sequence[str], run: Path, clock: Cal
 
 def _from_agent(config: TrainConfig, devices: Sequence[str]) -> PowerSetting:
     """Devices are the agent's in the order of their indexes, as the local launcher gives them out."""
-    from runflat.elastic.boost import PowerSetting
+    from runflat.elastic.power_setting import PowerSetting
 
     assert config.power.agent is not None
     port = AgentClient(config.power.agent, AGENT_TIMEOUT_S)

@@ -21,7 +21,7 @@ from runflat.power.calibrate import SETTLE_STEPS, WARM_UP_STEPS, Fit, Level, Wal
 from runflat.power.curve import curve_to_json
 
 if TYPE_CHECKING:
-    from runflat.elastic.boost import PowerSetting
+    from runflat.elastic.power_setting import PowerSetting
 
 CALIBRATE = """Measure the curve of speed against power of a training job.
 

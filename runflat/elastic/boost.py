@@ -15,14 +15,14 @@ from runflat.elastic.actions import Action, Planned, Send, Start, Took
 from runflat.elastic.messages import StepReport
 from runflat.elastic.orders import Power, Switch
 from runflat.elastic.planning import Planner
+from runflat.elastic.power_setting import PowerSetting
 from runflat.elastic.power_sight import Sight
 from runflat.elastic.power_spent import PowerBooks
 from runflat.elastic.state import State
 from runflat.plan.plan import Plan
 from runflat.power.control import PowerState, Verdict, decide
-from runflat.power.link import Link, Order
-from runflat.power.reach import PowerLimits
-from runflat.power.views import Observation, Rules, Write
+from runflat.power.link import Order
+from runflat.power.views import Observation, Write
 
 LOOK_S = 1.0
 """Between two looks at the devices while no step ends."""
@@ -30,33 +30,6 @@ JOIN_WAIT_S = 0.5
 """Longest wait for an agent to bring limits down before a device joins."""
 CLOSE_WAIT_S = 5.0
 """Longest wait for it at the end of the run."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PowerSetting:
-    """How power is steered in a run.
-
-    Attributes:
-        rules: the policy's.
-        limits: what the planner counts on, and what is said of a loss.
-        link: to the agent.
-        uuids: the agent's name of each device.
-        min_w: lowest limit, for saving; None if nothing goes below nominal.
-        ttl_s: time without a sign of life after which the agent restores nominal.
-        emulated_speed: how fast a limit makes an emulated device, over its speed in health; None for real ones.
-        raises: whether limits may go above nominal.
-        dry_run: say what would be written, and write nothing.
-    """
-
-    rules: Rules
-    limits: PowerLimits
-    link: Link
-    uuids: Mapping[str, str]
-    min_w: float | None = None
-    ttl_s: float = 30.0
-    emulated_speed: Callable[[float], float] | None = None
-    raises: bool = True
-    dry_run: bool = False
 
 
 @dataclass(frozen=True)

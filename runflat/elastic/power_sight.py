@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from runflat.elastic.planning import Planner
+from runflat.elastic.power_setting import PowerSetting
 from runflat.elastic.state import GrowthStage, Standing, State
 from runflat.plan.cost import loads
 from runflat.plan.plan import Plan
@@ -12,10 +14,6 @@ from runflat.power.devices import ALARMS
 from runflat.power.link import Outcome
 from runflat.power.views import Budget, DeviceView, Observation, Sample
 from runflat.power.wire import DeviceState
-
-if TYPE_CHECKING:
-    from runflat.elastic.boost import PowerSetting
-    from runflat.elastic.planning import Planner
 
 OFF_W = 10.0
 """A dead device without a process that draws no more than this is off: an idle one draws several times as much."""

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from runflat.elastic.planning import Planner
+from runflat.elastic.power_setting import PowerSetting
 from runflat.elastic.power_sight import Sight
 from runflat.plan.plan import Plan
 from runflat.power.views import IDLE_POWER, Sample
-
-if TYPE_CHECKING:
-    from runflat.elastic.boost import PowerSetting
-    from runflat.elastic.planning import Planner
 
 
 @dataclass

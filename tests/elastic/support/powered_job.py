@@ -9,10 +9,11 @@ from types import MappingProxyType
 from typing import Any
 
 from runflat.elastic.assemble import assemble
-from runflat.elastic.boost import Boost, Policy, PowerSetting
+from runflat.elastic.boost import Boost, Policy
 from runflat.elastic.fake_launcher import FakeLauncher, Fault
 from runflat.elastic.orders import Order, Power
 from runflat.elastic.planning import Planner
+from runflat.elastic.power_setting import PowerSetting
 from runflat.elastic.state import Limits
 from runflat.plan.plan import ReplicaPlan
 from runflat.plan.strategies import JobFacts, Strategy
