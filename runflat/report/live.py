@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import hmac
 import json
+import math
 import threading
+import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -15,14 +17,16 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from runflat.errors import ConfigError, RunflatError
-from runflat.report.device_map import map_json
+from runflat.report.device_map import device_map, map_json
 from runflat.report.metrics import prometheus
 from runflat.report.page import live_parts, render_live
 from runflat.report.run_files import RunData, RunFiles
 from runflat.report.views import View, run_view
 
 POLL_S = 0.5
+REST = 10.0
 MOST_BODY_BYTES = 4096
+FINISHED = "finished"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 Ask = Callable[[Literal["drain", "return"], str], tuple[bool, str]]
@@ -30,14 +34,22 @@ Ask = Callable[[Literal["drain", "return"], str], tuple[bool, str]]
 
 
 class Snapshots:
-    """What the run's folder says, read at most every `POLL_S` however many look; drawn once for all of them."""
+    """What the run's folder says, read at most every `POLL_S` however many look; drawn once for all of them.
 
-    def __init__(self, run: Path):
-        """Nothing is read yet."""
+    State and map are of the newest version. The figures of a long run take long to draw, in the controller's own
+    process: they are drawn again when `REST` times as long as that has passed, and at the end.
+    """
+
+    def __init__(self, run: Path, clock: Callable[[], float] = time.monotonic):
+        """Nothing is read yet; `clock` gives seconds."""
         self._files = RunFiles(run)
         self._lock = threading.Lock()
-        self._drawn = ""
-        self._drawn_version = -1
+        self._clock = clock
+        self._now = ""
+        self._now_version = -1
+        self._figures = "{}"
+        self._figures_version = -1
+        self._rests_until_s = -math.inf
         self.data = RunData(folder=run)
         self.version = 0
 
@@ -54,20 +66,28 @@ class Snapshots:
         """The newest state as a page shows it."""
         return run_view(self.data, "v1")
 
-    def message(self) -> str:
-        """The newest state as the page's script takes it."""
+    def message(self, figures_sent: int = -1) -> tuple[str, int]:
+        """(the newest state as the page's script takes it, version of its figures); without those if sent before."""
         with self._lock:
-            if self._drawn_version != self.version:
-                view = self.view()
-                frames = json.loads(map_json(view.map)) if view.map else {}
-                self._drawn = json.dumps({"state": _state(self.data), "html": live_parts(view), "map": frames})
-                self._drawn_version = self.version
-            return self._drawn
+            if self._now_version != self.version:
+                found = device_map(self.data)
+                frames = map_json(found) if found else "{}"
+                self._now = f'"state": {json.dumps(_state(self.data))}, "map": {frames}'
+                self._now_version = self.version
+            if self._figures_version != self.version and (
+                self._clock() >= self._rests_until_s or _state(self.data) == FINISHED
+            ):
+                began_s = self._clock()
+                self._figures = json.dumps(live_parts(self.view()))
+                self._figures_version = self.version
+                self._rests_until_s = self._clock() + REST * (self._clock() - began_s)
+            html = "{}" if self._figures_version == figures_sent else self._figures
+            return f'{{{self._now}, "html": {html}}}', self._figures_version
 
 
 def _state(data: RunData) -> str:
     if data.devices.get("finished") or data.summary:
-        return "finished"
+        return FINISHED
     waiting = data.devices.get("waiting")
     return str(waiting) if waiting else f"running, step {data.devices.get('step', 0)}"
 
@@ -138,12 +158,15 @@ class _Handler(BaseHTTPRequestHandler):
     def _stream(self) -> None:
         """Send each new state until the reader goes away or the run ends."""
         self._head(200, "text/event-stream")
-        sent = -1
+        sent = figures_sent = -1
         try:
             while True:
                 ended = self.live.ended.is_set()
                 version = self.live.snapshots.refresh()
-                text = f"data: {self.live.snapshots.message()}\n\n" if version != sent else ": \n\n"
+                text = ": \n\n"
+                if version != sent:
+                    message, figures_sent = self.live.snapshots.message(figures_sent)
+                    text = f"data: {message}\n\n"
                 sent = version
                 self.wfile.write(text.encode())
                 self.wfile.flush()

@@ -15,7 +15,7 @@ import pytest
 from runflat.commands.watching import Watching, split, watched
 from runflat.errors import ConfigError
 from runflat.report.hook import IncidentHook, tell
-from runflat.report.live import LivePage
+from runflat.report.live import LivePage, Snapshots
 from runflat.report.metrics import prometheus
 from runflat.report.run_files import read_run
 
@@ -328,3 +328,30 @@ def test_what_the_flags_ask_for_is_there_while_the_run_lasts(running: Path) -> N
             assert b"<form" in answer.read()
     with pytest.raises(urllib.error.URLError):
         urllib.request.urlopen(url, timeout=20)
+
+
+def test_figures_that_take_long_rest_long_and_the_map_does_not(make_run: MakeRun, tmp_path: Path) -> None:
+    """Catches a page of a long run that keeps the controller's process busy, or shows a loss late because of it."""
+    run = make_run(tmp_path / "job", finished=False)
+    clock = iter([0.0, 0.0, 2.0, 2.0, 9.0, 23.0, 23.0, 24.0, 24.0, 25.0, 25.0, 25.0, 25.0])
+    snapshots = Snapshots(run, lambda: next(clock))
+    sent = -1
+
+    def next_message(state: str, **more: Any) -> list[str]:
+        nonlocal sent
+        devices = json.loads((run / "devices.json").read_text())
+        devices["devices"][3]["state"] = state
+        (run / "devices.json").write_text(json.dumps({**devices, **more}))
+        snapshots.refresh()
+        text, sent = snapshots.message(sent)
+        said = json.loads(text)
+        assert state in {look[1] for look in said["map"]["looks"]}
+        return sorted(said["html"])
+
+    both = ["v1-after", "v1-before"]
+    assert next_message("active") == both  # drawn from 0 to 2 s
+    assert next_message("out") == []  # at 9 s: not before 22 s
+    assert next_message("parked") == both  # from 23 to 24 s
+    assert next_message("active", finished=True) == both  # the end is not waited for
+    other, _ = snapshots.message(-1)
+    assert sorted(json.loads(other)["html"]) == both
