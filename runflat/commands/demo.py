@@ -87,7 +87,8 @@ def main(argv: list[str]) -> int:
     code = _conclude(folder, console)
     console.print("\n[bold]4. More power for the survivors, on emulated devices (durations are declared)[/bold]")
     show_power(folder, lambda line: console.print(line, markup=False))
-    report = ReportArgs((folder / "hurt",), folder / "report.html", whole=folder / "whole", title="runflat demo")
+    shown = (folder / "hurt", folder / "power")
+    report = ReportArgs(shown, folder / "report.html", whole=folder / "whole", title="runflat demo")
     console.print(write_report(report), markup=False)
     console.print(f"everything is in {folder}; the demo took {time.monotonic() - started:.0f} s")
     return code

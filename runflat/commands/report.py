@@ -31,7 +31,7 @@ class ReportArgs:
     figures: Path | None = None
     """Folder for each figure as SVG, PNG and CSV; none: the page only."""
     whole: Path | None = None
-    """A run without a failure, whose loss is drawn beneath that of the runs."""
+    """A run without a failure, whose loss is drawn beneath that of the runs that train the same."""
     title: str | None = None
     """Title of the page; none: the names of what it shows."""
 
@@ -52,12 +52,16 @@ def write_report(args: ReportArgs) -> str:
     """
     from runflat.report.compare_view import compare_views
     from runflat.report.page import render, write_figures
-    from runflat.report.run_files import read_run
+    from runflat.report.run_files import RunData, read_run, trains_the_same
     from runflat.report.views import View, result_view, run_view
 
     if not args.inputs:
         raise ConfigError("there is nothing to report: name a run's folder or a result file, such as runs/demo/hurt.")
     whole = read_run(args.whole) if args.whole else None
+
+    def one(run: RunData, key: str) -> View:
+        return run_view(run, key, whole if whole and trains_the_same(run, whole) else None)
+
     views: list[View] = []
     for number, path in enumerate(args.inputs, start=1):
         key = f"v{number}"
@@ -65,9 +69,9 @@ def write_report(args: ReportArgs) -> str:
         if compared.name == "compare.json" and compared.is_file():
             view, runs = compare_views(compared)
             views.append(replace(view, key=key))
-            views += [run_view(run, f"{key}-{index}", whole) for index, run in enumerate(runs)]
+            views += [one(run, f"{key}-{index}") for index, run in enumerate(runs)]
         else:
-            views.append(result_view(path, key) if path.is_file() else run_view(read_run(path), key, whole))
+            views.append(result_view(path, key) if path.is_file() else one(read_run(path), key))
     title = args.title or ", ".join(view.name for view in views)
     page = render(views, title)
     args.output.parent.mkdir(parents=True, exist_ok=True)

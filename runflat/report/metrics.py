@@ -52,6 +52,11 @@ def _metrics(data: RunData) -> Iterator[tuple[str, str, str, list[Sample]]]:
     power = last.power if last else None
     yield "runflat_power_watts", "gauge", "Draw of all devices.", _one(power.draw_w if power else None)
     yield "runflat_power_limit_watts", "gauge", "Sum of limits.", _one(power.limit_w if power else None)
+    rows_w = power.devices if power else ()
+    drawn: list[Sample] = [({"device": name}, draw_w) for name, _, draw_w in rows_w if draw_w is not None]
+    yield "runflat_device_power_watts", "gauge", "Draw of a device.", drawn
+    limits: list[Sample] = [({"device": name}, limit_w) for name, limit_w, _ in rows_w]
+    yield "runflat_device_power_limit_watts", "gauge", "Limit of a device.", limits
     states: dict[str, int] = {}
     for row in data.device_rows:
         state = str(row.get("state"))

@@ -320,6 +320,17 @@ def _later(row: Timed, offset_s: float) -> Timed:
     return replace(row, time_s=row.time_s + offset_s) if offset_s else row
 
 
+def trains_the_same(run: RunData, other: RunData) -> bool:
+    """Whether two runs had the same model, data and batch, so that their losses can be compared step by step."""
+
+    def key(data: RunData) -> object:
+        train = data.config.get("train")
+        batch = train.get("global_batch") if isinstance(train, Mapping) else None
+        return data.config.get("model"), data.config.get("data"), batch
+
+    return key(run) == key(other)
+
+
 def read_run(folder: Path) -> RunData:
     """All that a run's folder says.
 

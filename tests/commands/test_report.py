@@ -87,3 +87,21 @@ def test_a_comparison_shows_each_strategy(tmp_path: Path) -> None:
     (tmp_path / "compare.json").write_text(json.dumps({"runs": [{"strategies": "ntp"}]}))
     with pytest.raises(DataError, match="no comparison of this version"):
         report.write_report(report.ReportArgs((tmp_path,), tmp_path / "r.html"))
+
+
+def test_a_run_of_something_else_is_not_compared(tmp_path: Path) -> None:
+    """Catches a loss that is drawn over that of another model, with a difference that means nothing."""
+    for name, preset in (("whole", "tiny"), ("same", "tiny"), ("other", "demo")):
+        (tmp_path / name).mkdir()
+        rows = [
+            {"step": step, "time_s": 1.0 + step, "loss": 5.0 - step - 0.1 * (name == "same"), "generation": 0}
+            for step in range(3)
+        ]
+        (tmp_path / name / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (tmp_path / name / "config.json").write_text(json.dumps({"model": {"preset": preset}}))
+    runs = (tmp_path / "same", tmp_path / "other")
+    report.write_report(report.ReportArgs(runs, tmp_path / "r.html", whole=tmp_path / "whole"))
+    page = (tmp_path / "r.html").read_text()
+    assert 'id="v1-loss-difference"' in page
+    assert 'id="v2-loss"' in page
+    assert 'id="v2-loss-difference"' not in page
