@@ -66,13 +66,17 @@ class Job:
         self.controller: Controller | None = None
         self.workers: ThreadWorkers | None = None
         self.num_struck = 0
+        self.struck_in = -1
+        """Generation that the last fault has struck."""
         self.then: dict[tuple[str, str], list[tuple[str, str, str]]] = {}
         """Faults to arm when that device is struck in that phase."""
 
     def settled(self) -> bool:
-        """Whether all devices train and nothing is under way."""
+        """Whether all devices train under a plan that nothing has struck, and nothing is under way."""
         assert self.controller is not None
         state = self.controller.state
+        if state.plan is None or state.plan.generation <= self.struck_in:
+            return False  # what has just struck may not have been noticed yet
         all_active = all(device.standing is Standing.ACTIVE for device in state.devices.values())
         return all_active and state.stage is Stage.RUN and state.growth is None and state.disturbance is None
 
@@ -94,7 +98,10 @@ class Job:
 
     def has_struck(self, event: Any) -> None:
         """A fault strikes: those that wait for it are armed."""
+        assert self.controller is not None
+        assert self.controller.state.plan is not None
         self.num_struck += 1
+        self.struck_in = self.controller.state.plan.generation
         for fault in self.then.pop((event["device"], event["phase"]), ()):
             self.arm(*fault)
 
