@@ -40,6 +40,13 @@ def test_memory_is_compared_after_warm_up() -> None:
     assert found.startswith("memory: 3700 MB")
 
 
+def test_memory_without_a_process_that_has_just_died_is_not_compared() -> None:
+    """Catches a window that looks small because a worker was gone and nobody knew it yet."""
+    size = 3_700_000_000
+    fewer = [Sample(s.num_faults, replace(BEFORE, resident_bytes=1, num_processes=10)) for s in samples(size, size)]
+    assert memory_windows([*fewer, *samples(size, size), *fewer]) == (size, size)
+
+
 def test_few_samples_say_nothing_of_memory() -> None:
     """Catches a short run judged by one look at it."""
     assert memory_windows([]) is None
