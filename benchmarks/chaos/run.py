@@ -3,10 +3,9 @@
     python benchmarks/chaos/run.py [--faults 200] [--seeds 0 1 2]
     python benchmarks/chaos/run.py --runs runs/chaos-0 runs/chaos-1 runs/chaos-2
 
-The second form reports runs of `runflat chaos --faults 200 --seed S --run DIR` that were made before. Recovery is the
-time from a fault to the next committed step. What is counted (descriptors, threads, ports) is seen before the first
-fault and after the last one, once the groups that were left have gone; memory whenever all devices are there: the
-median of the first half of the faults after warm-up, and that of the second half.
+The second form reports runs of `runflat chaos --faults 200 --seed S --run DIR` that were made before. What is counted
+(descriptors, threads, ports) is seen before the first fault and after the last one, once the groups that were left
+have gone; memory whenever all devices are there.
 """
 
 from __future__ import annotations
@@ -24,6 +23,12 @@ from runflat.check.live import Command
 HERE = Path(__file__).parent
 LIMIT_S = 3600.0
 QUICK_FAULTS = 6
+SHARED = (
+    "Recovery is the time from a fault to the next committed step. Eight workers share this machine, which was "
+    "busy with other work too: the seconds are no measure of speed (`benchmarks/recovery` is). A device that is "
+    "stopped for good is noticed after 5 s without a heartbeat. Memory is the median of the first half of the "
+    "faults after warm-up, then of the second."
+)
 ZERO = (
     *("hangs", "committed_steps_lost", "steps_applied_twice"),
     *("sequences_lost", "sequences_doubled", "mismatches"),
@@ -101,7 +106,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             results = [chaos(faults, seed, Path(folder) / f"seed-{seed}") for seed in seeds]
     problems = [f"seed {result['seed']}: {problem}" for result in results for problem in result["problems"]]
-    text = __doc__.partition("\n\n")[0] + "".join(f"\n\nPROBLEM: {problem}" for problem in problems)
+    text = __doc__.partition("\n\n")[0] + f" {SHARED}" + "".join(f"\n\nPROBLEM: {problem}" for problem in problems)
     header = ("", *(f"seed {result['seed']}" for result in results), "wanted")
     data = {"seeds": results}
     report(args.out, "Chaos", text, rows(results), data, header=header)
