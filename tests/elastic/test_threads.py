@@ -149,10 +149,11 @@ def strike(job: Job, pair: Pair) -> None:
     job.then[FIRST, first] = then
     for fault in faults:
         job.arm(*fault)
-    if {first, second} <= {"detect", "abort"}:  # SECOND may have come past its phase: in another recovery, then
+    if {first, second} <= {"detect", "abort"}:
         finish(job, f"the first fault of {pair}", struck + len(faults), lost + 1)
-        then.append(FLAKE)
-        job.arm(*FLAKE)
+        if job.num_struck == struck + len(faults):  # SECOND had come past its phase: in another recovery, then
+            then.append(FLAKE)
+            job.arm(*FLAKE)
     every = (*faults, *then)
     finish(job, f"both faults of {pair}", struck + len(every), lost + sum(fault is not FLAKE for fault in every))
 
