@@ -13,6 +13,8 @@ COMMANDS = {
     "plan": "what each device holds, sends and needs, for a model and its dead slots",
     "verify": "prove on your model that a step with dead slots equals the unsharded step",
     "train": "train a causal LM; lose devices, go on at a lower degree, take them back",
+    "controller": "train with workers that Slurm, Kubernetes or ssh start, on many machines",
+    "worker": "drive one device of a job of runflat controller",
     "demo": "lose a worker in the middle of a step, train on, take it back, and compare",
     "devices": "list the devices of a run: who trains, waits, is lost, and why",
     "device": "ask one device of a run to drain, to be killed, or to return",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,8 +24,12 @@ from runflat.plan.batch import BatchRule
 
 if TYPE_CHECKING:
     from runflat.elastic.controller import Controller
+    from runflat.elastic.workers import Workers
     from runflat.plan.plan import Plan
     from runflat.power.calibrate import Walk
+    from runflat.train.job import Job
+
+    Launch = Callable[[Job, Callable[[str], None]], Workers]
 
 DESCRIPTION = """Train a causal language model with replicas of different tensor-parallel degree.
 
@@ -39,8 +43,10 @@ INTERRUPTED = 130
 NO_GOODPUT = "workers share this machine's cores, so that they run faster when others die; use emulated devices"
 
 
-def parse(argv: Sequence[str]) -> TrainConfig:
+def parse(argv: Sequence[str], command: str = "train", description: str = DESCRIPTION) -> TrainConfig:
     """The configuration that `argv` asks for: a file (or the run to resume) first, flags on top.
+
+    `command` and `description` are for its help.
 
     Raises:
         ConfigError: a file or a value that is not valid.
@@ -51,7 +57,7 @@ def parse(argv: Sequence[str]) -> TrainConfig:
     if resume is not None and len(rest) == len(argv):
         default = _resumed_config(Path(resume))
     with flag_rules():
-        return tyro.cli(TrainConfig, args=rest, default=default, prog="runflat train", description=DESCRIPTION)
+        return tyro.cli(TrainConfig, args=rest, default=default, prog=f"runflat {command}", description=description)
 
 
 def _flag(argv: Sequence[str], name: str) -> str | None:
@@ -99,17 +105,23 @@ def main(argv: list[str]) -> int:
 
 
 def train(
-    config: TrainConfig, loop: str | None = None, watching: Watching | None = None, walk: Walk | None = None
+    config: TrainConfig,
+    loop: str | None = None,
+    watching: Watching | None = None,
+    walk: Walk | None = None,
+    launch: Launch | None = None,
 ) -> tuple[int, dict[str, Any]]:
     """Train as `config` says, with runflat's loop or the user's `loop`; returns the exit code and the summary.
 
-    With a `walk` the run is for a calibration of power, and ends with it.
+    With a `walk` the run is for a calibration of power, and ends with it. `launch` gives the workers, for a job and
+    somebody to whom it may say what it does; None: processes of this machine.
     """
     run = run_folder(config)
     try:
         with claimed(run):
             warnings: list[str] = []
-            return _run(prepare(config, run, warnings.append, loop), warnings, watching or Watching(), walk)
+            prepared = prepare(config, run, warnings.append, loop)
+            return _run(prepared, warnings, watching or Watching(), walk, launch or _launch_here)
     except OSError as error:
         raise CheckpointError(
             f"the files of the run under {run} cannot be written: {error}. Checkpoints that are there are whole: make "
@@ -117,12 +129,16 @@ def train(
         ) from error
 
 
-def _run(
-    prepared: Prepared, warnings: Sequence[str], watching: Watching, walk: Walk | None
-) -> tuple[int, dict[str, Any]]:
-    """Start the workers, watch them to the end, write the summary."""
+def _launch_here(job: Job, say: Callable[[str], None]) -> Workers:
     from runflat.elastic.launch_local import LocalWorkers
 
+    return LocalWorkers(job)
+
+
+def _run(
+    prepared: Prepared, warnings: Sequence[str], watching: Watching, walk: Walk | None, launch: Launch
+) -> tuple[int, dict[str, Any]]:
+    """Start the workers, watch them to the end, write the summary."""
     config = prepared.config
     write_config(prepared)
     begun = {**origin(), "started": time.strftime("%Y-%m-%d %H:%M:%S %z")}
@@ -133,10 +149,15 @@ def _run(
         for warning in warnings:
             view.say(f"warning: {warning}")
         _describe(prepared, view)
-        controller = _controller(prepared, view, walk)
+        workers = launch(prepared.job, view.say)  # which may wait for them; the clock starts with the controller
+        try:
+            controller = _controller(prepared, view, walk)
+        except BaseException:  # whatever it is, those who wait must not wait for ever
+            workers.close()
+            raise
         try:
             with watched(watching, prepared.run, view.say):
-                controller.supervise(LocalWorkers(prepared.job))
+                controller.supervise(workers)
         except KeyboardInterrupt as error:
             raise RunError(
                 "interrupted twice: stopped at once; what was done since the newest checkpoint is lost."

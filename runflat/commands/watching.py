@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -34,19 +34,7 @@ def split(argv: Sequence[str]) -> tuple[Watching, list[str]]:
     Raises:
         ConfigError: a flag has no value, one that makes no sense, or one that needs what is not installed.
     """
-    names = ("--page", "--page-host", "--page-token", "--on-incident", "--tensorboard")
-    found: dict[str, str] = {}
-    rest: list[str] = []
-    left = list(argv)
-    while left:
-        text = left.pop(0)
-        name, equals, value = text.partition("=")
-        if name not in names:
-            rest.append(text)
-            continue
-        if not equals and not left:
-            raise ConfigError(f"{name} needs a value.")
-        found[name] = value if equals else left.pop(0)
+    found, rest = take_flags(argv, ("--page", "--page-host", "--page-token", "--on-incident", "--tensorboard"))
     port = found.get("--page")
     if port is not None and not (port.isascii() and port.isdigit() and int(port) < 65_536):
         raise ConfigError(f"--page is {port!r}; it is a port, 0 (any free one) to 65535.")
@@ -63,6 +51,31 @@ def split(argv: Sequence[str]) -> tuple[Watching, list[str]]:
         on_incident=found.get("--on-incident"),
         tensorboard=None if folder is None else Path(folder),
     ), rest
+
+
+def take_flags(
+    argv: Sequence[str], names: Collection[str], switches: Collection[str] = ()
+) -> tuple[dict[str, str], list[str]]:
+    """Values of the flags `names` and of the `switches` (which have none) that are given, and all other arguments.
+
+    Raises:
+        ConfigError: a flag has no value.
+    """
+    found: dict[str, str] = {}
+    rest: list[str] = []
+    left = list(argv)
+    while left:
+        text = left.pop(0)
+        name, equals, value = text.partition("=")
+        if text in switches:
+            found[text] = ""
+        elif name not in names:
+            rest.append(text)
+        elif not equals and not left:
+            raise ConfigError(f"{name} needs a value.")
+        else:
+            found[name] = value if equals else left.pop(0)
+    return found, rest
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from dataclasses import replace
 from runflat.cluster.events import Event, EventKind, event_from_json
 from runflat.elastic import growth as changes
 from runflat.elastic.actions import Asked, Kill, Note, Reply, Turn
-from runflat.elastic.messages import Failed, SelfTested, Struck
+from runflat.elastic.messages import Back, Exited, Failed, SelfTested, Struck
 from runflat.elastic.orders import Exit
 from runflat.elastic.recovery import fail, replan
 from runflat.elastic.restart import launch
@@ -26,18 +26,18 @@ def kill(turn: Turn, name: str, cause: str, fault_at: float | None = None) -> No
             changes.cancel(turn, f"{name}: {cause}", (name,))
 
 
-def lose(turn: Turn, name: str, cause: str, *, gone: bool) -> None:
-    """The device is lost: `gone` says that its process has certainly ended."""
+def lose(turn: Turn, name: str, cause: str, *, gone: bool, absent: bool = False) -> None:
+    """The device is lost: `gone` says that its process has certainly ended, `absent` that none can be started."""
     state, now = turn.state, turn.now
     device = state.devices[name]
     failures = device.failures + 1
     out = failures >= state.limits.max_losses
-    stays = out or device.by_word or device.scripted or not state.limits.auto_return or state.stop_asked
+    stays = out or absent or _waits_for_a_word(state, device)
     turn.device(
         name,
         standing=Standing.OUT if out else Standing.LOST,
         failures=failures,
-        restart_at=None if stays else now + state.limits.back_off_s * 2 ** (failures - 1),
+        restart_at=None if stays else now + _back_off_s(state, failures),
         present=not gone,
         killed_at=None,
         awaited=False,
@@ -62,8 +62,28 @@ def lose(turn: Turn, name: str, cause: str, *, gone: bool) -> None:
         changes.cancel(turn, f"{name}: {cause}", (name,))
 
 
-def on_exit(turn: Turn, name: str, code: int | None) -> None:
+def _waits_for_a_word(state: State, device: Device) -> bool:
+    """Whether a device that is lost comes back only when a person or a script says so."""
+    return device.by_word or device.scripted or not state.limits.auto_return or state.stop_asked
+
+
+def _back_off_s(state: State, failures: int) -> float:
+    return state.limits.back_off_s * 2.0 ** (failures - 1)
+
+
+def on_back(turn: Turn, name: str, message: Back) -> None:
+    """Processes of a device can be started now: one that was lost for want of that starts, after its back-off."""
+    state = turn.state
+    if message.domain is not None:
+        turn.set(planner=replace(state.planner, domains={**state.planner.domains, name: message.domain}))
+    device = state.devices[name]
+    if device.standing is Standing.LOST and device.restart_at is None and not _waits_for_a_word(state, device):
+        turn.device(name, restart_at=device.since + _back_off_s(state, device.failures))
+
+
+def on_exit(turn: Turn, name: str, message: Exited) -> None:
     """A process has ended, and all that it sent has been heard."""
+    code = message.code
     device = turn.state.devices[name]
     turn.device(name, present=False)
     if device.standing not in PRESENT:
@@ -74,7 +94,7 @@ def on_exit(turn: Turn, name: str, code: int | None) -> None:
     if name in turn.state.done and code == 0:
         turn.device(name, standing=Standing.PARKED, holds=-1)
         return
-    lose(turn, name, device.cause or _words(code), gone=True)
+    lose(turn, name, device.cause or _words(code), gone=True, absent=message.absent)
 
 
 def _words(code: int | None) -> str:

@@ -256,10 +256,21 @@ class Struck(_Said):
 
 
 class Exited(_Said):
-    """Added by the launcher when everything that a process sent has been read: it has ended with `code`."""
+    """Added by the launcher when everything that a process sent has been read: it has ended with `code`.
+
+    `absent`: nobody is there either who could start another one, until the launcher says `back`.
+    """
 
     type: Literal["exit"] = "exit"
     code: int | None
+    absent: bool = False
+
+
+class Back(_Said):
+    """Added by the launcher: processes of the device can be started now, in this domain where domains matter."""
+
+    type: Literal["back"] = "back"
+    domain: str | None = None
 
 
 Message = (
@@ -287,6 +298,7 @@ Message = (
     | Failed
     | Struck
     | Exited
+    | Back
 )
 
 _MESSAGES: TypeAdapter[Message] = TypeAdapter(Annotated[Message, Field(discriminator="type")])

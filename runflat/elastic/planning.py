@@ -49,6 +49,8 @@ class Planner:
     """What survivors of a loss may get more power from; None without a boost."""
     speeds: Mapping[int, float] = field(default_factory=dict)
     """Replicas that cannot be boosted beyond this speed at present, whatever `power` says."""
+    domains: Mapping[str, str] = field(default_factory=dict)
+    """Domain of each device where a replica must not span several; empty where it may."""
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -92,6 +94,7 @@ class Planner:
                 fits_memory=lambda degree: degree > too_low,
                 has_holders=lambda replica, dead: has_holders,
                 previous=previous,
+                domains=self.domains,
             )
             out = [replica for replica, factor in factors.items() if factor > 1.0 and replica in dict(decision.left)]
             if not out:

@@ -17,6 +17,7 @@ import secrets
 import socket
 import struct
 import time
+from collections.abc import Callable
 
 from runflat.elastic.endpoint import Endpoint
 from runflat.errors import ConfigError, RunError
@@ -139,8 +140,8 @@ def be_patient(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SILENCE_S)
 
 
-def call(door: Endpoint, token: str, words: bytes, timeout_s: float) -> socket.socket:
-    """Call the controller and say `words` of ourselves; returns the connection once both sides have proved themselves.
+def call(door: Endpoint, token: str, words: Callable[[str], bytes], timeout_s: float) -> socket.socket:
+    """Call the controller and say `words(our address)`; returns the connection once both sides have proved themselves.
 
     Raises:
         OSError: nobody answers there.
@@ -153,7 +154,8 @@ def call(door: Endpoint, token: str, words: bytes, timeout_s: float) -> socket.s
         if not greeting.startswith(MAGIC):
             raise StrangerError("what answers there is no controller of runflat")
         theirs, ours = greeting[len(MAGIC) :], secrets.token_bytes(NONCE_BYTES)
-        connection.sendall(_HEAD.pack(MAGIC, ours, _proof(token, b"caller", theirs, ours, words), len(words)) + words)
+        said = words(str(connection.getsockname()[0]))
+        connection.sendall(_HEAD.pack(MAGIC, ours, _proof(token, b"caller", theirs, ours, said), len(said)) + said)
         proof = _read(connection, PROOF_BYTES, deadline, "it does not let us in: our token is not the one it expects")
         if not hmac.compare_digest(proof, _proof(token, b"controller", ours, theirs)):
             raise StrangerError("what answers there does not know our token: it is not our controller")

@@ -116,7 +116,10 @@ def decide(state: State, happening: Happening, now: float) -> tuple[State, tuple
 def _on_message(turn: Turn, name: str, message: messages.Message) -> None:
     device = turn.state.devices[name]
     if isinstance(message, messages.Exited):
-        losses.on_exit(turn, name, message.code)
+        losses.on_exit(turn, name, message)
+        return
+    if isinstance(message, messages.Back):
+        losses.on_back(turn, name, message)
         return
     if device.standing not in PRESENT:
         if device.present and not isinstance(message, messages.Failed):

@@ -69,11 +69,18 @@ def error_message(error: BaseException) -> dict[str, Any]:
 
 
 def worker_process(
-    connection: Connection, job: str, device_id: str, incarnation: int, store: Address, host: str
+    connection: Connection,
+    job: str,
+    device_id: str,
+    incarnation: int,
+    store: Address,
+    host: str,
+    index: int | None = None,
 ) -> None:
     """Main function of a worker process.
 
-    `store` is where the process groups meet, `host` the address at which other workers reach this one.
+    `store` is where the process groups meet, `host` the address at which other workers reach this one, `index` the
+    number of the device on this machine; None where all devices of the job are here.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the controller decides
     torch.set_num_threads(1)
@@ -82,7 +89,8 @@ def worker_process(
     code = 0
     try:
         parsed = Job.model_validate_json(job)
-        index = _index(device_id, parsed.tp_full, parsed.replicas)
+        if index is None:
+            index = _index(device_id, parsed.tp_full, parsed.replicas)
         returning = incarnation > 0 or ":" not in device_id
         session = Session(parsed, device_id, channel, store, index, returning, Sockets(host))
         loop = _user_loop(parsed.loop) if parsed.loop else Session.run

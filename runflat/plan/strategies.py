@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from types import MappingProxyType
 
 from runflat.cluster.health import Health
 from runflat.errors import ConfigError
@@ -209,6 +210,7 @@ def decide(
     fits_memory: Callable[[int], bool] = lambda degree: True,
     has_holders: Callable[[int, tuple[int, ...]], bool] = lambda replica, dead: True,
     previous: Decision | None = None,
+    domains: Mapping[str, str] = MappingProxyType({}),
 ) -> Decision:
     """The decision for the present ``health``.
 
@@ -221,6 +223,7 @@ def decide(
         fits_memory: Whether the model fits at a degree.
         has_holders: Whether the units of a replica's dead slots live elsewhere.
         previous: The decision in force; without it nobody waits for a restart and no spare stands in a slot.
+        domains: Domain of each device: a spare takes a slot only in a replica of its own domain. Empty: any slot.
     """
     asked = _Question(
         job=job,
@@ -231,6 +234,7 @@ def decide(
         fits_memory=fits_memory,
         has_holders=has_holders,
         left=dict(previous.left) if previous else {},
+        domains=domains,
     )
     decision = _answer(asked)
     if decision.stop and job.has_checkpoint:
@@ -254,6 +258,7 @@ class _Question:
     has_holders: Callable[[int, tuple[int, ...]], bool]
     left: Mapping[int, Strategy]
     """Replicas that did not work before, and the link by which they left."""
+    domains: Mapping[str, str]
 
     @property
     def waiting(self) -> set[int]:
@@ -323,13 +328,14 @@ def _choices(asked: _Question, seats: dict[Place, str]) -> dict[int, Choice]:
             other for other in hit if hit[other] and other not in waiting and Strategy.NTP in chain and other != replica
         }
         degree = reduced_degree(job.tp_full, job.most_hit(dead), job.degrees)
+        fit = _spares_for(asked, seats, replica, spares)
         choice = choose(
             chain,
             Hit(
                 tp_full=job.tp_full,
                 degree=degree,
                 num_dead=len(dead),
-                num_free_spares=len(spares),
+                num_free_spares=len(fit),
                 fits_memory=asked.fits_memory(degree),
                 has_holders=asked.has_holders(replica, dead),
                 num_others=len(reducible - {r for r, c in choices.items() if c.strategy in (None, Strategy.DROP)}),
@@ -338,9 +344,24 @@ def _choices(asked: _Question, seats: dict[Place, str]) -> dict[int, Choice]:
             ),
         )
         for slot in dead[: choice.num_spares]:
-            seats[(replica, slot)] = spares.pop(0)
+            seats[(replica, slot)] = fit.pop(0)
+            spares.remove(seats[(replica, slot)])
         choices[replica] = choice
     return choices
+
+
+def _spares_for(asked: _Question, seats: Mapping[Place, str], replica: int, spares: Sequence[str]) -> list[str]:
+    """Spares with which a replica does not span domains; one that is dead as a whole may move to another domain."""
+    if not asked.domains:
+        return list(spares)
+    ours = [device for place, device in seats.items() if place[0] == replica]
+    home = {asked.domains.get(device) for device in ours if asked.health.is_live(device)}
+    by_domain: dict[str | None, list[str]] = {}
+    for device in spares:
+        by_domain.setdefault(asked.domains.get(device), []).append(device)
+    if not home:
+        return max(by_domain.values(), key=len, default=[])
+    return [device for domain, found in by_domain.items() if domain in home for device in found]
 
 
 def _dead_slots(job: JobFacts, health: Health, seats: Mapping[Place, str], replica: int) -> tuple[int, ...]:

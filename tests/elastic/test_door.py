@@ -68,7 +68,7 @@ def read_to_end(connection: socket.socket) -> bytes:
 
 def works(visited: Visited) -> None:
     """Has somebody with the token call, speak, be answered and leave."""
-    with call(visited.door.endpoint, TOKEN, b"who I am", WAIT_S) as friend:
+    with call(visited.door.endpoint, TOKEN, lambda _: b"who I am", WAIT_S) as friend:
         visited.heard = [event for event in visited.heard if isinstance(event, Noted)]
         visited.until("the call", lambda heard: any(isinstance(event, Came) for event in heard))
         came = next(event for event in visited.heard if isinstance(event, Came))
@@ -94,7 +94,7 @@ def test_who_has_the_token_is_served(visited: Visited) -> None:
 def test_a_wrong_token(visited: Visited) -> None:
     """Catches a proof that is not checked, and a caller who is not told why it does not come in."""
     with pytest.raises(StrangerError, match="our token is not the one it expects"):
-        call(visited.door.endpoint, TOKEN + "s", b"{}", WAIT_S)
+        call(visited.door.endpoint, TOKEN + "s", lambda _: b"{}", WAIT_S)
     visited.until("a line", lambda _: "does not know the token" in visited.noted())
     works(visited)
 
@@ -114,7 +114,7 @@ def test_a_proof_is_worth_nothing_again(visited: Visited) -> None:
 
         thread = threading.Thread(target=pass_on)
         thread.start()
-        call(Endpoint(*between.getsockname()[:2]), TOKEN, b"{}", WAIT_S).close()
+        call(Endpoint(*between.getsockname()[:2]), TOKEN, lambda _: b"{}", WAIT_S).close()
         thread.join()
     with knock(visited.door.endpoint) as replayed:
         replayed.sendall(said[0])

@@ -193,3 +193,25 @@ def test_two_losses_at_once_take_two_different_spares() -> None:
     job = JobFacts(num_replicas=2, tp_full=2, num_sequences=4)
     both = decide(job, health.without(["0:1", "1:0"]), FULL, placement=placement)
     assert (dict(both.devices)[(0, 1)], dict(both.devices)[(1, 0)]) == ("s0", "s1")
+
+
+def test_no_replica_spans_domains() -> None:
+    """Catches a spare of another node in a hit replica, and a whole replica that does not move to a spare node."""
+    placement = {(r, slot): f"{r}:{slot}" for r in range(2) for slot in range(2)}
+    spares = ("s0", "s1", "s2")
+    domains = {"0:0": "a", "0:1": "a", "1:0": "b", "1:1": "b", "s0": "a", "s1": "c", "s2": "c"}
+    job = JobFacts(num_replicas=2, tp_full=2, num_sequences=8)
+    health = Health((*placement.values(), *spares))
+
+    def seats(*dead: str) -> dict[Place, str]:
+        return dict(decide(job, health.without(dead), FULL, placement=placement, domains=domains).devices)
+
+    assert seats("0:1")[(0, 1)] == "s0"
+    assert (1, 1) not in seats("1:1")
+    moved = decide(job, health.without(["1:0", "1:1"]), FULL, placement=placement, domains=domains)
+    assert {device for place, device in moved.devices if place[0] == 1} == {"s1", "s2"}
+    back = decide(job, health.without(["s1"]), FULL, placement=placement, domains=domains, previous=moved)
+    assert {device for place, device in back.devices if place[0] == 1} == {"s2"}, "1:0 and 1:1 are on another node"
+    one_left = seats("1:0", "1:1", "s1")
+    assert {place[0] for place in one_left} == {0}
+    assert decide(job, health.without(["1:1"]), FULL, placement=placement).devices[3][1] == "s0", "without domains"

@@ -83,8 +83,8 @@ def test_habits(folder: str) -> None:
     found = []
     for path in sorted((ROOT / folder).rglob("*.py")):
         name = str(path.relative_to(ROOT))
-        # The command line reads it for all; a launcher's or systemd's variables are read in their adapter.
-        adapters = ("runflat/elastic/launch_external.py", "runflat/commands/power_agent.py")
+        # The command line reads it for all; a launcher's or systemd's variables are read in their command.
+        adapters = ("runflat/commands/worker.py", "runflat/commands/controller.py", "runflat/commands/power_agent.py")
         may_read = folder == "tests" or name in ("runflat/cli.py", *adapters)
         found += [
             f"{name}, {line}"
