@@ -213,6 +213,8 @@ class TrainSection(Section):
     """Steps between copies of each shard in another device's memory; 0 keeps none."""
     digest_every: int = Field(default=0, ge=0)
     """Steps between comparisons of all holders' bits, which find silent faults; 0: only when the plan changes."""
+    profile: Annotated[int, tyro.conf.arg(aliases=("--profile",))] = Field(default=0, ge=0)
+    """Steps to record, after two of warm-up, in the run's profile/trace.json (chrome://tracing, Perfetto); 0: none."""
     timeout_s: float = Field(default=60.0, gt=0)
     """Longest wait for another device, in seconds."""
 

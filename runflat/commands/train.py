@@ -217,8 +217,25 @@ def _controller(prepared: Prepared, view: ProgressView, walk: Walk | None) -> Co
         events=prepared.events,
         boost=Boost(power, planner, walk.turn if walk else None) if power else None,
         declared_step_s=_declared_step_s(prepared, planner.full_plan()),
+        peak_flops=_peak_flops(config),
         no_goodput=None if config.devices == "emulated" or torch.cuda.is_available() else NO_GOODPUT,
     )
+
+
+def _peak_flops(config: TrainConfig) -> float | None:
+    """FLOP/s of a device that MFU is counted against; None where nobody declares them."""
+    import torch
+
+    from runflat.cluster.hardware import hardware_names, load_hardware
+
+    declared = config.device.peak_tflops or (config.device.rate_tflops if config.devices == "emulated" else None)
+    if declared:
+        return declared * 1e12
+    if config.train.dtype != "bfloat16" or not torch.cuda.is_available():
+        return None
+    words = torch.cuda.get_device_name(0).lower().split()
+    found = [name for name in hardware_names() if name in words]
+    return load_hardware(found[0]).peak_flops_per_s("bf16") if found else None
 
 
 def _declared_step_s(prepared: Prepared, plan: Plan) -> float | None:
@@ -237,6 +254,8 @@ def _declared_step_s(prepared: Prepared, plan: Plan) -> float | None:
 
 
 def _conclude(prepared: Prepared, summary: dict[str, Any], view: ProgressView) -> None:
+    from runflat.train.timing import FOLDER, merge_traces
+
     run = prepared.run
     outcome = "stopped" if summary["stopped"] else "finished"
     loss = f"loss {summary['loss']:.4f}" if summary["loss"] is not None else "no step was done"
@@ -252,8 +271,9 @@ def _conclude(prepared: Prepared, summary: dict[str, Any], view: ProgressView) -
             f"warning: the emulated devices fell {emulated['late_s']:.1f} s behind the {emulated['billed_s']:.1f} s "
             f"declared: the durations of this run are not valid. Declare slower devices, or free the machine."
         )
+    profile = merge_traces(run / FOLDER)
     view.say(
-        f"steps:      {run / 'steps.jsonl'}\n"
+        (f"profile:    {profile}\n" if profile else "") + f"steps:      {run / 'steps.jsonl'}\n"
         f"summary:    {run / 'summary.json'}\n"
         f"checkpoint: {summary['checkpoint']}\n"
         f"go on with: runflat train --resume {run}"

@@ -70,6 +70,7 @@ def assemble(
     declared_step_s: float | None = None,
     boost: Boost | None = None,
     network: dict[str, Any] | None = None,
+    peak_flops: float | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Controller:
     """A controller that has started nothing yet.
@@ -89,18 +90,18 @@ def assemble(
         declared_step_s: seconds of a step in health, where they are declared.
         boost: steers power, if anybody does.
         network: passed to the workers with each plan.
+        peak_flops: FLOP/s of a device on its data sheet.
         clock: gives seconds.
 
     Raises:
         TraceError: an event that nobody could execute.
     """
     check_events(events, planner.devices)
-    if no_goodput is not None:  # workers that share cores have no pace of their own
-        limits = replace(limits, slow_factor=math.inf)
+    slow_factor = limits.slow_factor if no_goodput is None else math.inf  # who shares cores has no pace of its own
     start = checkpoint.progress if checkpoint else Progress(0, 0, 0, "")
     state = first_state(
         planner,
-        limits,
+        replace(limits, slow_factor=slow_factor),
         secret=secret,
         dead=dead,
         generation=_next_generation(run, checkpoint),
@@ -109,8 +110,7 @@ def assemble(
         scripted=told_to_return(events),
         network=network,
     )
-    power = boost.books.record if boost else None
-    books = Books(_facts(run, planner, sample_hash, learning_rate, power), start, view)
+    books = Books(_facts(run, planner, sample_hash, learning_rate, boost, peak_flops), start, view)
     if checkpoint is not None and checkpoint.folder.resolve().is_relative_to(run.resolve()):
         books.catch_up(_plan_of(run, checkpoint.generation))
     return Controller(Setting(run, state, tuple(events), no_goodput, declared_step_s, boost), books, view, clock)
@@ -121,12 +121,12 @@ def _facts(
     planner: Planner,
     sample_hash: SampleHash,
     learning_rate: Callable[[int], float],
-    power: Callable[[Plan], dict[str, Any]] | None,
+    boost: Boost | None,
+    peak_flops: float | None,
 ) -> RunFacts:
-    num_places = len(planner.placement)
-    return RunFacts(
-        run, planner.spec, planner.seq_len, num_places, sample_hash, learning_rate, planner.step_work, power
-    )
+    num_places, power = len(planner.placement), boost.books.record if boost else None
+    known = (run, planner.spec, planner.seq_len, num_places, sample_hash, learning_rate, planner.step_work)
+    return RunFacts(*known, power, peak_flops)
 
 
 def _plan_of(run: Path, generation: int) -> Plan:

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from runflat.elastic.messages import Commit, Holdout, Message, Shard, StepReport
 from runflat.elastic.orders import Resume
 from runflat.errors import RunError
+from runflat.plan.cost import model_flops
 from runflat.plan.plan import Plan
 from runflat.plan.units import ModelSpec
 from runflat.train.checkpoint import (
@@ -68,6 +69,8 @@ class RunFacts:
     step_work: Callable[[Plan], float]
     power: Callable[[Plan], dict[str, Any]] | None = None
     """What a step's record says of power; None where nobody steers it."""
+    peak_flops: float | None = None
+    """FLOP/s of a device on its data sheet; None where nobody declares them."""
 
 
 class Books:
@@ -238,14 +241,16 @@ class Books:
             times = (report.compute_s, report.sync_s) if report else (None, None)
             first = report.first_sample if report else None
             row = {"replica": replica.replica, "first_sample": first, "num_samples": replica.num_sequences}
-            own = {"own_s": report.own_s} if report and report.own_s else {}
+            own: dict[str, Any] = {"own_s": report.own_s} if report and report.own_s else {}
+            own |= {"parts_s": report.parts_s} if report else {}
             replicas.append({**row, "compute_s": times[0], "sync_s": times[1], **own})
         record = {
             "step": self.step,
             **self._results(reports),
             "generation": plan.generation,
             "step_s": step_s,
-            "tokens_per_s": plan.num_sequences * self.facts.seq_len / step_s if step_s else None,
+            **self._rates(plan, step_s),
+            "peak_bytes": max((report.peak_bytes for report in reports.values()), default=None),
             "time_s": now,
             "sample_hash": self.sample_hash,
             "replicas": replicas,
@@ -257,6 +262,16 @@ class Books:
                 name: max(getattr(report, name) for report in reports.values()) for name in ("billed_s", "late_s")
             }
         return record
+
+    def _rates(self, plan: Plan, step_s: float | None) -> dict[str, float | None]:
+        """Tokens per second, in all and per device, and the part of the devices' declared peak that the model used."""
+        facts, devices = self.facts, len(plan.places)
+        if not step_s or not devices:
+            return dict.fromkeys(("tokens_per_s", "tokens_per_s_per_device", "mfu"))
+        tokens_per_s = plan.num_sequences * facts.seq_len / step_s
+        flops = plan.num_sequences * model_flops(facts.spec, facts.seq_len)
+        mfu = flops / (step_s * devices * facts.peak_flops) if facts.peak_flops else None
+        return {"tokens_per_s": tokens_per_s, "tokens_per_s_per_device": tokens_per_s / devices, "mfu": mfu}
 
     def _results(self, reports: Mapping[int, StepReport]) -> dict[str, Any]:
         for report in reports.values():
@@ -324,6 +339,9 @@ class Books:
             "median_step_s": median,
             "tokens_per_s": tokens / median if median else None,
             "num_params": self.facts.spec.num_params,
+            "tokens_per_s_per_device": self.last.get("tokens_per_s_per_device"),
+            "mfu": self.last.get("mfu"),
+            "peak_bytes": self.last.get("peak_bytes"),
             "emulated": self._emulated(),
             "checkpoint": str(self.checkpoint) if self.checkpoint else None,
         }

@@ -177,6 +177,10 @@ class StepReport(_Said):
     """Emulated: declared seconds of the step."""
     late_s: float = 0.0
     """Emulated: seconds by which real time fell behind in it."""
+    parts_s: dict[str, float] = {}
+    """Seconds by part: data, forward, backward, sync, commit, update; in a loop of one's own data has its forward."""
+    peak_bytes: int = 0
+    """Most memory that the device has used."""
 
 
 class Suspect(_Said):

@@ -34,7 +34,7 @@ from runflat.parallel.sockets import GroupSockets, Sockets
 from runflat.plan.plan import Place, Plan, plan_from_json
 from runflat.plan.transfers import Transfer
 from runflat.train.engine import Engine
-from runflat.train.job import Job, worker_device
+from runflat.train.job import Job, timeline_of, worker_device
 from runflat.train.step import Scalars, StepResult
 
 FORM_TIMEOUT_S = 5.0
@@ -68,16 +68,18 @@ class Session:
         self._suffer = suffer
         self.presence = Presence()
         self.interrupt = Interrupt()
+        timeline = timeline_of(job, device_id)
         self.network = Network(
             timeout_s=job.train.timeout_s,
             form_timeout_s=FORM_TIMEOUT_S,
             interrupt=self.interrupt,
             waiting=self.presence.waits,
             waited=self.presence.waited,
+            launched=timeline.launched if timeline else None,
         )
         self.striker = Striker(job.inject, device_id)
         self.inbox = Inbox(channel, self._leave_below, self.striker.add)
-        self.engine = Engine(job, worker_device(index), self._phase)
+        self.engine = Engine(job, worker_device(index), self._phase, timeline)
         self.inspection = Inspection(self.engine, self.say)
         self.duties = Duties(self.engine, self.say, self.inspection.before_save)
         self.base: Plan | None = None

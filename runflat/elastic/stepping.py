@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from runflat.elastic.inspection import Inspection
 from runflat.parallel.comms import AbortedError, CommsError
 from runflat.train.engine import Engine
+from runflat.train.job import peak_bytes
 from runflat.train.step import Scalars, StepResult
 
 
@@ -50,6 +51,8 @@ class Step:
         self.scalars: Scalars | None = None
         self.error: AbortedError | CommsError | None = None
         self._started = time.perf_counter()
+        if host.engine.timeline is not None:
+            host.engine.timeline.step()
 
     @property
     def model(self) -> PreTrainedModel:
@@ -119,10 +122,11 @@ class Step:
             host.say("commit", generation=self._generation, **fields)
         result = host.commit(scalars)
         self.scalars = scalars
+        parts_s = engine.times.end()
         if engine.reports:
             assert engine.place is not None
             result = replace(result, compute_s=computed - self._started, sync_s=synced - computed)
-            fields = dict(vars(result))
+            fields = {**vars(result), "parts_s": parts_s, "peak_bytes": peak_bytes(engine.device)}
             if engine.pace is not None:
                 pace = engine.pace
                 fields |= {"own_s": pace.own_s, "billed_s": pace.billed_s, "late_s": pace.late_s}

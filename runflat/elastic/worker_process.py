@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping
@@ -119,6 +120,7 @@ def _user_loop(name: str) -> Callable[[Session], None]:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look there for the module that they stand in
     spec.loader.exec_module(module)
     loop: Callable[[Session], None] = getattr(module, function)
     return loop

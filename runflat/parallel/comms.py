@@ -87,6 +87,8 @@ class Network:
     interrupt: Interrupt = field(default_factory=Interrupt)
     waiting: Callable[[str | None], None] = lambda what: None
     waited: Callable[[float], None] = lambda seconds: None
+    launched: Callable[[str, str, int], Callable[[], None]] | None = None
+    """Called with (group, operation, bytes) as a collective is launched; what it returns is called at its end."""
 
 
 class Group:
@@ -129,10 +131,9 @@ class Group:
         """Start an in-place all-reduce of `tensor` (contiguous); the handle goes to `wait`."""
         if self._backend is None:
             return None
-        self._record("all_reduce", tensor)
         options = dist.AllreduceOptions()
         options.reduceOp = _REDUCE_OPS[op]
-        return self._launch(lambda backend: backend.allreduce([tensor], options))
+        return self._launch("all_reduce", tensor, lambda backend: backend.allreduce([tensor], options))
 
     def launch_all_to_all(
         self, output: torch.Tensor, source: torch.Tensor, received: Sequence[int], sent: Sequence[int]
@@ -140,15 +141,21 @@ class Group:
         """Start an all-to-all of flat tensors; `sent[i]` elements go to rank i, `received[i]` come from it."""
         if self._backend is None:
             return None
-        self._record("all_to_all", source)
-        return self._launch(lambda backend: backend.alltoall_base(output, source, list(received), list(sent)))
+        sizes = list(received), list(sent)
+        return self._launch("all_to_all", source, lambda backend: backend.alltoall_base(output, source, *sizes))
 
-    def _launch(self, call: Callable[[Any], Any]) -> Any:
+    def _launch(self, operation: str, payload: torch.Tensor, call: Callable[[Any], Any]) -> Any:
         self._network.interrupt.check(self.generation)
+        self._record(operation, payload)
+        launched = self._network.launched
+        ended = launched(self.name, operation, payload.nbytes) if launched else None
         try:
-            return call(self._backend)
+            work = call(self._backend)
+            if ended is not None:
+                work.get_future().add_done_callback(lambda _: ended())
         except RuntimeError as error:
             raise CommsError(f"a collective on '{self.name}' could not be started: {error}") from error
+        return work
 
     def wait(self, works: Sequence[Any]) -> None:
         """Wait for handles of this group's generation.

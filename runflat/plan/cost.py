@@ -33,6 +33,13 @@ def sequence_flops(spec: ModelSpec, replica: ReplicaPlan, slot: int, seq_len: in
     return 3 * (2 * seq_len * multiplied + attention)
 
 
+def model_flops(spec: ModelSpec, seq_len: int) -> int:
+    """FLOPs of one sequence on the whole model, counted as in `sequence_flops`; what holders do twice counts once."""
+    multiplied = sum(kind.size * spec.multiplied_by_kind[kind.name] for kind in spec.kinds)
+    heads = sum(kind.num_units for kind in spec.kinds if kind.name == "head")
+    return 3 * (2 * seq_len * multiplied + 4 * seq_len * seq_len * spec.head_dim * heads * spec.num_layers)
+
+
 @dataclass(frozen=True)
 class Memory:
     """Bytes on one device. `activations_bytes` is an estimate (see `device_memory`), the rest is counted."""

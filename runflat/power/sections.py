@@ -35,6 +35,9 @@ class DeviceSection(Section):
     """Emulated: link between the devices of a replica, in Gbit/s; none: tensor-parallel traffic takes no time."""
     network_gbps: float | None = Field(default=None, gt=0)
     """Emulated: link between replicas, in Gbit/s, for gradients and moving state; none: it takes no time."""
+    peak_tflops: float | None = Field(default=None, gt=0)
+    """Rate on the data sheet that MFU is counted against; none: device.rate_tflops where emulated, that of a known GPU
+    for bfloat16, else no MFU."""
     memory_gb: float | None = Field(default=None, gt=0)
     """Memory of one device in GB that a plan must fit in; none: the free memory that the device reports."""
 

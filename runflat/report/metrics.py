@@ -36,6 +36,8 @@ def _metrics(data: RunData) -> Iterator[tuple[str, str, str, list[Sample]]]:
     yield "runflat_goodput_ratio", "gauge", "Committed over possible tokens so far.", _one(data.goodput)
     yield "runflat_step", "gauge", "Steps committed.", _one(number(data.books, "step"))
     yield "runflat_tokens_per_second", "gauge", "Of the newest step.", _one(last.tokens_per_s if last else None)
+    yield "runflat_mfu_ratio", "gauge", "Of the devices' declared peak.", _one(last.mfu if last else None)
+    yield "runflat_peak_memory_bytes", "gauge", "Most on a device.", _one(last.peak_bytes if last else None)
     yield "runflat_loss", "gauge", "Of the newest step.", _one(last.loss if last else None)
     yield "runflat_device_seconds_total", "counter", "Device time by category of the ledger.", _device_s(data)
     plan = data.plans[max(data.plans)] if data.plans else None

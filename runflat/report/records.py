@@ -42,6 +42,11 @@ class Step:
     generation: int
     num_samples: int
     power: Power | None
+    tokens_per_s_per_device: float | None = None
+    mfu: float | None = None
+    """Part of the devices' declared peak that the model's products used."""
+    peak_bytes: float | None = None
+    """Most memory that any device has used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,6 +188,9 @@ def step_row(row: Row) -> Step:
         generation=whole(row, "generation"),
         num_samples=int(sum(number(entry, "num_samples", 0.0) or 0.0 for entry in replicas)),
         power=_power(row),
+        tokens_per_s_per_device=number(row, "tokens_per_s_per_device"),
+        mfu=number(row, "mfu"),
+        peak_bytes=number(row, "peak_bytes"),
     )
 
 

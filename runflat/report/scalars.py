@@ -65,6 +65,9 @@ def step_values(step: Step) -> Iterator[Value]:
     yield "train/loss", step.loss
     yield "train/tokens_per_s", step.tokens_per_s
     yield "train/step_s", step.step_s
+    yield "train/tokens_per_s_per_device", step.tokens_per_s_per_device
+    yield "train/mfu", step.mfu
+    yield "memory/peak_bytes", step.peak_bytes
     if step.power is not None:
         yield "power/draw_w", step.power.draw_w
         yield "power/limit_w", step.power.limit_w

@@ -30,6 +30,7 @@ from runflat.train.emulate import Pace, step_seconds
 from runflat.train.job import DTYPES, Job, hf_config, job_layout, optimizer_settings, state_dtype
 from runflat.train.shards import checkpoint_tensors, load_optimizer_state, write_shard
 from runflat.train.step import Scalars, StepResult, Trainer, accumulate, apply, backward, barrier
+from runflat.train.timing import StepTimes, Timeline
 
 Held = dict[str, tuple[int, ...]]
 WARM_UP_TOKENS = 16
@@ -50,8 +51,10 @@ class Engine:
     `progress` is where it stands; `final` is set between the end of gradient sync and the commit of a step.
     """
 
-    def __init__(self, job: Job, device: torch.device, phase: Callable[[str], None]):
+    def __init__(self, job: Job, device: torch.device, phase: Callable[[str], None], timeline: Timeline | None = None):
         """Read the model's rules; nothing of its size is allocated. `phase` is told each part of a step."""
+        self.timeline = timeline
+        self.times = StepTimes(phase, timeline)
         self.job = job
         self.device = device
         self.dtype = state_dtype(job.train.dtype)
@@ -61,7 +64,7 @@ class Engine:
         self.progress = Progress(0, 0, 0, "")
         self.final: Final | None = None
         self._computed: Final | None = None
-        self._phase = phase
+        self._phase = self.times.enter
         self._meta = build_meta_model(hf_config(job.hf_config), self._compute_dtype, job.attention)
         self.rules: ShardingRules = read_rules(self._meta, job.tp_full)
         self.sharded: ShardedModel | None = None
@@ -273,6 +276,7 @@ class Engine:
         """(first sample, count) of this replica's share of the next step, which begins anew."""
         self.final = self._computed = None
         self._begun = time.monotonic()
+        self.times.begin("data")
         assert self.plan is not None
         assert self.place is not None
         before = sum(r.num_sequences for r in self.plan.replicas if r.replica < self.place[0])

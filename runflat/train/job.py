@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from runflat.plan.plan import Plan
 from runflat.plan.sync_groups import SyncLayout, sync_layout
 from runflat.plan.units import ModelSpec
 from runflat.train.emulate import DeviceModel
+from runflat.train.timing import FOLDER, Timeline
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 """What layers compute in, by `train.dtype`."""
@@ -83,6 +86,13 @@ def job_layout(job: Job, spec: ModelSpec, plan: Plan) -> SyncLayout:
     return sync_layout(spec, plan, bucket_bytes, state_dtype(job.train.dtype).itemsize, job.train.sync)
 
 
+def timeline_of(job: Job, device: str) -> Timeline | None:
+    """What records steps of `device`, if the job asks for that."""
+    if not job.train.profile:
+        return None
+    return Timeline(Path(job.run) / FOLDER / f"{device.replace(':', '-')}.json", device, job.train.profile)
+
+
 def worker_device(index: int) -> torch.device:
     """The GPU of a worker where there are GPUs, else the CPU."""
     if torch.cuda.is_available():
@@ -90,3 +100,10 @@ def worker_device(index: int) -> torch.device:
         torch.cuda.set_device(device)
         return device
     return torch.device("cpu")
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Most memory used so far: of a GPU by tensors, else of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -167,9 +167,12 @@ def train_step(
     started = time.perf_counter()
     loss_sum, tokens = backward(trainer, batches, labels)
     computed = time.perf_counter()
+    trainer.phase("sync")
     trainer.sync.finish()
     synced = time.perf_counter()
+    trainer.phase("commit")
     scalars = barrier(trainer, loss_sum, tokens)
+    trainer.phase("update")
     result = apply(trainer.optimizer, trainer.params, trainer.settings, scalars, step)
     trainer.refresh()
     return StepResult(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -26,6 +26,7 @@ from runflat.plan.plan import Place, Plan
 from runflat.plan.planner import build_plan, live_devices
 from runflat.plan.sync_groups import Sync, SyncLayout, sync_layout
 from runflat.train.step import Trainer, train_step
+from runflat.train.timing import StepTimes, Timeline
 
 Collective = tuple[str, int, int]
 
@@ -72,7 +73,7 @@ class Ran:
 Around = Callable[[PreTrainedModel, Callable[[], None]], Any]
 
 
-def run_job(job: Job, around: Around | None = None) -> Ran:
+def run_job(job: Job, around: Around | None = None, timelines: Mapping[Place, Timeline] | None = None) -> Ran:
     """Returns the job's end; `around(model, steps)` may run the steps in its own way on each device."""
     torch.set_num_threads(1)
     meta = build_meta_model(copy.deepcopy(job.config), job.compute_dtype or job.dtype, "eager")
@@ -98,11 +99,17 @@ def run_job(job: Job, around: Around | None = None) -> Ran:
         optimizer, reports = build_optimizer(rules.spec, params, settings), place[1] == replica.live_slots[0]
         sync = GradSync(rules.spec, plan, layout, place, comms, params, sharded.sources)
         trainer = Trainer(model, params, sync, comms, optimizer, settings, reports, refresh=sharded.refresh)
+        times = StepTimes(lambda name: None, timelines[place] if timelines else None)
+        trainer = replace(trainer, phase=times.enter)
         own = replica_batches(plan, place, batch, job.micro_batch)
 
         def steps() -> None:
             for step in range(job.num_steps):
+                if timelines:
+                    timelines[place].step()
+                times.begin("data")
                 train_step(trainer, [b.tokens for b in own], [b.labels for b in own], step)
+                times.end()
 
         states[place].inside = around(model, steps) if around else steps()
         states[place].tensors = {
@@ -111,7 +118,8 @@ def run_job(job: Job, around: Around | None = None) -> Ran:
         }
 
     def network_of(place: Place) -> Network:
-        return Network(recorder=lambda *collective: states[place].collectives.append(collective))
+        launched = timelines[place].launched if timelines else None
+        return Network(recorder=lambda *collective: states[place].collectives.append(collective), launched=launched)
 
     run_ranks(plan, layout, work, network_of, in_memory=job.in_memory)
     return Ran(rules, plan, layout, states)
