@@ -256,18 +256,24 @@ def _label(happening: Happening) -> str:
 
 
 def worst_frame(found: DeviceMap) -> int:
-    """Number of the first frame at which most devices are missing, and, among those, most replicas are smaller."""
+    """Number of the frame at which most devices are missing, then most replicas smaller, then most limits raised.
+
+    Of several the first one; where limits are raised the last one, when they have risen as far as they do.
+    """
     states = ["starting"] * len(found.devices)
     words = [""] * len(found.blocks)
-    most, worst = (0, 0, 0), 0
+    raised = [False] * len(found.devices)
+    most, worst = (0, 0, 0, 0), 0
     for number, frame in enumerate(found.frames):
         for index, look in frame.cells:
             states[index] = look.state
+            raised[index] = look.power.startswith("▲")
         for index, text in frame.blocks:
             words[index] = text
         lost = sum(state in ("lost", "out") for state in states)
-        missing = (lost, sum(is_reduced(text) for text in words), sum(state == "parked" for state in states))
-        if missing > most and frame.generation is not None:
+        reduced, parked = sum(is_reduced(text) for text in words), sum(state == "parked" for state in states)
+        missing = (lost, reduced, parked, sum(raised))
+        if frame.generation is not None and (missing > most or (missing == most and any(raised))):
             most, worst = missing, number
     return worst
 

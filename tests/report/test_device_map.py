@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from runflat.report.device_map import DeviceMap, at_frame, device_map
+from runflat.report.device_map import DeviceMap, at_frame, device_map, worst_frame
 from runflat.report.map_svg import draw_map
 from runflat.report.metrics import prometheus
 from runflat.report.run_files import read_run
@@ -41,6 +41,9 @@ def test_limits_and_draw_follow_the_steps(make_run: MakeRun, tmp_path: Path) -> 
     assert words(found, lost)["1:1"] == "1000 W limit · draws 904 W"
     assert words(found, len(found.frames) - 1)["0:1"] == "1000 W limit · draws 909 W"
     assert ">▲1333 W<" in draw_map(found, changes[0], 900)
+    earlier = device_map(read_run(powered(make_run(tmp_path / "earlier"), 6, 8)))
+    assert earlier is not None
+    assert "▲1333 W limit" in words(earlier, worst_frame(earlier)).values()
     text = prometheus(read_run(tmp_path / "r"))
     assert 'runflat_device_power_watts{device="0:0"} 909.0\n' in text
     assert 'runflat_device_power_limit_watts{device="1:0"} 1000.0\n' in text
