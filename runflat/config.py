@@ -136,6 +136,11 @@ class DataSection(Section):
     paths: tuple[str, ...] = ()
     """Files of text or of token ids (.bin), folders that are searched for text, glob patterns; none: the source code of
     Python's library."""
+    weights: tuple[float, ...] = ()
+    """Share of the samples that comes from each entry of paths, in any unit, to a thousandth; none: all text is one
+    source."""
+    cache: Path | None = None
+    """Folder of token files, which runs may share; none: the run's own."""
     tokenizer: Path | None = None
     """A tokenizer.json or a directory that has one; none: that of the model to start from, else each byte is a token
     (257 ids)."""
@@ -158,6 +163,17 @@ class DataSection(Section):
     def _one_tokenizer(self) -> DataSection:
         if self.train_tokenizer and self.tokenizer:
             raise ValueError("data.tokenizer and data.train_tokenizer are given together; keep one")
+        return self
+
+    @model_validator(mode="after")
+    def _weighted(self) -> DataSection:
+        if self.weights and len(self.weights) != len(self.paths):
+            raise ValueError(
+                f"data.weights has {len(self.weights)} numbers for {len(self.paths)} entries of data.paths; give one "
+                f"for each, or none"
+            )
+        if any(weight <= 0 for weight in self.weights):
+            raise ValueError(f"data.weights has {min(self.weights)}; a source that is not to be used is left out")
         return self
 
 
@@ -202,6 +218,8 @@ class TrainSection(Section):
     """float64 only: skip the model's own roundings to float32 (norms, softmax, loss), for exact comparisons."""
     checkpoint_every: int = Field(default=0, ge=0)
     """Steps between checkpoints; 0 writes one at the end only."""
+    keep_checkpoints: int = Field(default=0, ge=0)
+    """Checkpoints to keep, the newest ones; older ones are removed when a new one is complete; 0 keeps all."""
     eval_every: int = Field(default=0, ge=0)
     """Steps between held-out losses; 0 takes one at the end only."""
     bucket_mb: float = Field(default=25.0, gt=0)

@@ -7,7 +7,7 @@ import fcntl
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from runflat.train.data import Corpus
     from runflat.train.emulate import DeviceModel
     from runflat.train.job import Job
+    from runflat.train.mixture import Mixture
 
 GIGABYTE = 10**9
 GIGABIT_BYTES = 10**9 / 8
@@ -37,7 +38,7 @@ class Prepared:
     run: Path
     spec: ModelSpec
     plan: Plan
-    corpus: Corpus | None
+    corpus: Corpus | Mixture | None
     checkpoint: Checkpoint | None
     events: tuple[Event, ...]
     job: Job
@@ -105,26 +106,34 @@ def _check_resume(config: TrainConfig, checkpoint: Checkpoint, spec: ModelSpec) 
         )
 
 
-def _corpus(config: TrainConfig, run: Path, spec: ModelSpec) -> Corpus:
+def _corpus(config: TrainConfig, run: Path, spec: ModelSpec) -> Corpus | Mixture:
     from runflat.train.data import prepare as prepare_data
     from runflat.train.formats import Reading
+    from runflat.train.mixture import mix
     from runflat.train.sources import find_text_files
     from runflat.train.tokenizer import train_tokenizer
 
     reading = Reading(config.data.field, config.data.id_type)
     if config.data.train_tokenizer and not config.resume:
         train_tokenizer(find_text_files(config.data.paths), reading, config.data.train_tokenizer, run / "model")
-    return prepare_data(
-        config.data.paths,
-        cache_dir=run / "tokens",
-        seq_len=config.data.seq_len,
-        seed=config.data.seed,
-        tokenizer=tokenizer_of(config, run),
-        reading=reading,
-        holdout_fraction=config.data.holdout_fraction,
-        max_holdout_sequences=config.data.holdout_sequences,
-        model_vocab_size=spec.kind("vocab").size,
-    )
+    data = config.data
+
+    def corpus(paths: Sequence[str], max_holdout: int) -> Corpus:
+        return prepare_data(
+            paths,
+            cache_dir=data.cache or run / "tokens",
+            seq_len=data.seq_len,
+            seed=data.seed,
+            tokenizer=tokenizer_of(config, run),
+            reading=reading,
+            holdout_fraction=data.holdout_fraction,
+            max_holdout_sequences=max_holdout,
+            model_vocab_size=spec.kind("vocab").size,
+        )
+
+    if not data.weights:
+        return corpus(data.paths, data.holdout_sequences)
+    return mix(data.paths, data.weights, seed=data.seed, max_holdout_sequences=data.holdout_sequences, prepare=corpus)
 
 
 def tokenizer_of(config: TrainConfig, run: Path) -> Path | None:

@@ -216,6 +216,7 @@ def _controller(prepared: Prepared, view: ProgressView, walk: Walk | None) -> Co
         dead=config.layout.dead,
         events=prepared.events,
         boost=Boost(power, planner, walk.turn if walk else None) if power else None,
+        keep_checkpoints=config.train.keep_checkpoints,
         declared_step_s=_declared_step_s(prepared, planner.full_plan()),
         peak_flops=_peak_flops(config),
         no_goodput=None if config.devices == "emulated" or torch.cuda.is_available() else NO_GOODPUT,

@@ -71,6 +71,7 @@ def assemble(
     boost: Boost | None = None,
     network: dict[str, Any] | None = None,
     peak_flops: float | None = None,
+    keep_checkpoints: int = 0,
     clock: Callable[[], float] = time.monotonic,
 ) -> Controller:
     """A controller that has started nothing yet.
@@ -91,6 +92,7 @@ def assemble(
         boost: steers power, if anybody does.
         network: passed to the workers with each plan.
         peak_flops: FLOP/s of a device on its data sheet.
+        keep_checkpoints: how many of the newest are kept, 0 for all.
         clock: gives seconds.
 
     Raises:
@@ -98,22 +100,20 @@ def assemble(
     """
     check_events(events, planner.devices)
     slow_factor = limits.slow_factor if no_goodput is None else math.inf  # who shares cores has no pace of its own
-    start = checkpoint.progress if checkpoint else Progress(0, 0, 0, "")
     state = first_state(
         planner,
         replace(limits, slow_factor=slow_factor),
         secret=secret,
         dead=dead,
         generation=_next_generation(run, checkpoint),
-        start_step=start.step,
+        start_step=checkpoint.progress.step if checkpoint else 0,
         checkpoint=str(checkpoint.folder) if checkpoint else None,
         scripted=told_to_return(events),
         network=network,
     )
-    books = Books(_facts(run, planner, sample_hash, learning_rate, boost, peak_flops), start, view)
-    if checkpoint is not None and checkpoint.folder.resolve().is_relative_to(run.resolve()):
-        books.catch_up(_plan_of(run, checkpoint.generation))
-    return Controller(Setting(run, state, tuple(events), no_goodput, declared_step_s, boost), books, view, clock)
+    facts = _facts(run, planner, sample_hash, learning_rate, boost, peak_flops, keep_checkpoints)
+    setting = Setting(run, state, tuple(events), no_goodput, declared_step_s, boost)
+    return Controller(setting, _books(facts, checkpoint, view), view, clock)
 
 
 def _facts(
@@ -123,10 +123,19 @@ def _facts(
     learning_rate: Callable[[int], float],
     boost: Boost | None,
     peak_flops: float | None,
+    keep_checkpoints: int,
 ) -> RunFacts:
     num_places, power = len(planner.placement), boost.books.record if boost else None
     known = (run, planner.spec, planner.seq_len, num_places, sample_hash, learning_rate, planner.step_work)
-    return RunFacts(*known, power, peak_flops)
+    return RunFacts(*known, power, peak_flops, keep_checkpoints)
+
+
+def _books(facts: RunFacts, checkpoint: Checkpoint | None, view: View) -> Books:
+    """The books of a run that resumes `checkpoint`, with the steps since an earlier life's last line."""
+    books = Books(facts, checkpoint.progress if checkpoint else Progress(0, 0, 0, ""), view)
+    if checkpoint is not None and checkpoint.folder.resolve().is_relative_to(facts.run.resolve()):
+        books.catch_up(_plan_of(facts.run, checkpoint.generation))
+    return books
 
 
 def _plan_of(run: Path, generation: int) -> Plan:

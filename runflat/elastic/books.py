@@ -18,20 +18,14 @@ from typing import Any, Protocol
 
 from runflat.elastic.messages import Commit, Holdout, Message, Shard, StepReport
 from runflat.elastic.orders import Resume
+from runflat.elastic.saves import Saves
 from runflat.errors import RunError
 from runflat.plan.cost import model_flops
 from runflat.plan.plan import Plan
 from runflat.plan.units import ModelSpec
-from runflat.train.checkpoint import (
-    Progress,
-    ShardFile,
-    discard,
-    open_checkpoint,
-    publish,
-    save_failed,
-    shard_from_json,
-)
+from runflat.train.checkpoint import Progress, open_checkpoint, shard_from_json
 from runflat.train.emulate import kept_up
+from runflat.train.publishing import discard, keep_newest, publish, save_failed
 
 REMEMBERED_STEPS = 4096
 """Steps whose place in the data is kept, for the case that the run goes back to one."""
@@ -71,6 +65,8 @@ class RunFacts:
     """What a step's record says of power; None where nobody steers it."""
     peak_flops: float | None = None
     """FLOP/s of a device on its data sheet; None where nobody declares them."""
+    keep_checkpoints: int = 0
+    """Checkpoints that are kept, the newest ones; 0: all."""
 
 
 class Books:
@@ -99,7 +95,7 @@ class Books:
         self._late_s = 0.0
         self._pending: dict[int, dict[int, StepReport]] = {}
         self._commits: dict[int, tuple[int, tuple[float, ...]]] = {}
-        self._shards: dict[tuple[int, int], dict[str, ShardFile]] = {}
+        self._saves = Saves()
         self._before: OrderedDict[int, tuple[int, str]] = OrderedDict(
             {start.step: (start.num_samples, start.sample_hash)}
         )
@@ -170,9 +166,10 @@ class Books:
             self._enter(self.plans[number], reports, now)
         self._pending.clear()
 
-    def go_back(self, resume: Resume) -> None:
-        """The steps from `resume.committed` on are not committed any more: they will be done again."""
+    def go_back(self, resume: Resume, generation: int) -> None:
+        """The steps from `resume.committed` on are not committed any more: `generation` will do them again."""
         step = resume.committed
+        self._saves.go_back(step, generation)
         if step >= self.step:
             return
         if step in self._before:
@@ -298,14 +295,12 @@ class Books:
         plan = self.plans.get(message.generation)
         if plan is None:
             return None  # of a run that has ended
-        key = (progress.step, message.generation)
-        shards = self._shards.setdefault(key, {})
-        shards[device] = shard_from_json(message.shard)
-        if len(shards) < len(plan.places):
+        shard = shard_from_json(message.shard)
+        shards = self._saves.add(device, progress.step, message.generation, shard, len(plan.places))
+        if not shards:
             return None
-        self._shards = {other: files for other, files in self._shards.items() if other > key}
-        ordered = [shards[name] for name in sorted(shards)]
-        self.checkpoint = publish(self.facts.run, self.facts.spec, plan, progress, ordered)
+        self.checkpoint = publish(self.facts.run, self.facts.spec, plan, progress, shards)
+        keep_newest(self.facts.run, progress.step, self.facts.keep_checkpoints)
         self.view.say(f"step {progress.step}: checkpoint {self.checkpoint}")
         return progress.step, str(self.checkpoint)
 

@@ -227,7 +227,7 @@ class Controller:
             generation = before.plan.generation if before.plan else action.plan.generation
             self.books.adopt(action.plan)
             self.books.settle(action.resume.committed, action.scalars, generation, self.now)
-            self.books.go_back(action.resume)
+            self.books.go_back(action.resume, action.plan.generation)
         elif isinstance(action, Took):
             self.books.adopt(action.plan)
         elif isinstance(action, Closed):

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
-from runflat.train.checkpoint import partial_folder, shard_to_json
+from runflat.elastic.saver import Save, Saver
+from runflat.parallel.comms import Interrupt
 from runflat.train.engine import Engine, progress_json
 
 Say = Callable[..., None]
@@ -24,11 +22,24 @@ def every(interval: int, step: int) -> bool:
 class Duties:
     """What one device owes between steps; each thing is done once per step and generation."""
 
-    def __init__(self, engine: Engine, say: Say, check: Callable[[], None]):
-        """`say(kind, **fields)` reports to the controller; `check` comes before what rests on the state's bits."""
+    def __init__(
+        self,
+        engine: Engine,
+        say: Say,
+        phase: Callable[[str], None],
+        check: Callable[[], None],
+        interrupt: Interrupt,
+    ):
+        """`say(kind, **fields)` reports to the controller, `phase` is told when a save begins.
+
+        `check` comes before what rests on the state's bits; `interrupt` ends waits in a generation that is to be left.
+        """
         self._engine = engine
         self._say = say
+        self._phase = phase
         self._check = check
+        self._interrupt = interrupt
+        self._saver = Saver(Path(engine.job.run), engine.spec)
         self._done: dict[str, tuple[int, int]] = {}
 
     def excuse(self, generation: int) -> None:
@@ -52,7 +63,7 @@ class Duties:
         if holdout:
             self._once("holdout", generation, self._holdout)
         if save:
-            self._once("save", generation, lambda: self.save(generation))
+            self._once("save", generation, lambda: self._save(last, lambda: self._interrupt.check(generation)))
         if last:
             self._say("done", step=step, stopped=step < end)
         return last
@@ -68,26 +79,34 @@ class Duties:
         loss = self._engine.holdout_loss()
         self._say("holdout", step=self._engine.progress.step, loss=loss)
 
-    def save(self, generation: int) -> None:
-        """Write this device's shard and tell the controller, which alone publishes.
+    def _save(self, last: bool, check: Callable[[], object]) -> None:
+        """Copy this device's shard and have it written; the controller alone publishes, when it has heard of all.
 
-        The shard's index entry lies beside it, so that a later process can publish a complete folder whose controller
-        has died.
+        Training waits for the copy, and for an earlier save that is not on disk yet; `check` may end the wait. The
+        `last` save is waited for.
         """
         started = time.monotonic()
-        engine = self._engine
-        fields: dict[str, Any] = {"progress": progress_json(engine.progress)}
-        try:
-            _, shard = engine.save()
-            fields["shard"] = shard_to_json(shard)
-            self._write_entry(generation, fields)
-        except (OSError, SafetensorError) as error:
-            fields = {"progress": fields["progress"], "error": str(error)}
-        self._say("shard", generation=generation, seconds=time.monotonic() - started, **fields)
+        self._phase("checkpoint")
+        self._saver.wait(check)
+        copy = self._engine.shard_copy()
+        stood_s = time.monotonic() - started
 
-    def _write_entry(self, generation: int, fields: Mapping[str, Any]) -> None:
-        engine = self._engine
-        assert engine.plan is not None
-        folder = partial_folder(Path(engine.job.run), engine.progress.step, generation)
-        text = json.dumps({**fields, "num_devices": len(engine.plan.places)})
-        (folder / f"{fields['shard']['name']}.json").write_text(text)
+        def report(fields: Mapping[str, Any]) -> None:
+            seconds = time.monotonic() - started if last else stood_s
+            self._say("shard", generation=copy.generation, seconds=seconds, **fields)
+
+        assert self._engine.plan is not None
+        num_devices = len(self._engine.plan.places)
+        self._saver.begin(Save(copy, progress_json(self._engine.progress), num_devices, report))
+        if last:
+            self._saver.wait(check)
+
+    def end(self, generation: int, abandoned: bool) -> None:
+        """The worker ends: what is being written gets to the disk; if `abandoned` by the controller, this step too.
+
+        That stays unpublished, for whoever resumes the run. The launcher bounds the wait.
+        """
+        step = self._engine.progress.step
+        if abandoned and step and self._done.get("save") != (step, generation):
+            self._save(True, lambda: None)
+        self._saver.wait(lambda: None)

@@ -11,7 +11,8 @@ from typing import Any
 from runflat.errors import CheckpointError
 from runflat.plan.plan import Plan
 from runflat.plan.units import ModelSpec
-from runflat.train.checkpoint import PARTIAL, Progress, ShardFile, newest_checkpoint, publish, shard_from_json
+from runflat.train.checkpoint import Progress, ShardFile, newest_checkpoint, shard_from_json
+from runflat.train.publishing import PARTIAL, publish
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ class Session:
         self.inbox = Inbox(channel, self._leave_below, self.striker.add)
         self.engine = Engine(job, worker_device(index), self._phase, timeline)
         self.inspection = Inspection(self.engine, self.say)
-        self.duties = Duties(self.engine, self.say, self.inspection.before_save)
+        self.duties = Duties(self.engine, self.say, self._phase, self.inspection.before_save, self.interrupt)
         self.base: Plan | None = None
         self.plan: Plan | None = None
         self.resume: Resume | None = None
@@ -147,8 +147,7 @@ class Session:
                     yield from self._until_left(self._join(order))
                 else:
                     self._obey(order)
-            if order is None and self.engine.progress.step:
-                self.duties.save(self.presence.generation)  # unpublished: for whoever resumes the run
+            self.duties.end(self.presence.generation, abandoned=order is None)
         finally:
             heart.stop()
 

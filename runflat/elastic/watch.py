@@ -108,9 +108,10 @@ def _of_job(state: State) -> Iterable[Deadline]:
         name, wait = ("transfers", limits.start_s) if all_formed else ("forming groups", limits.timeout_s)
         yield Deadline(Due.ANSWERS, name, since + wait, owing)
     elif state.stage is Stage.RUN and state.done:
-        yield Deadline(Due.ANSWERS, "the end of training", state.progress_at + limits.timeout_s, owing)
+        yield Deadline(Due.ANSWERS, "the end of training", state.progress_at + _patience_s(state), owing)
     elif state.stage is Stage.RUN:
-        at = max(state.progress_at + _commit_limit_s(state), state.checked_at + RECHECK_S)
+        limit_s = _patience_s(state) if _saving(state) else state.step_limit_s
+        at = max(state.progress_at + limit_s, state.checked_at + RECHECK_S)
         yield Deadline(Due.COMMIT, "commit", at, owing)
     if state.growth is not None:
         growth = state.growth
@@ -144,10 +145,14 @@ def _owed_change(growth: Growth) -> tuple[str, ...]:
     return tuple(name for name in asked if name not in growth.answered)
 
 
-def _commit_limit_s(state: State) -> float:
-    """A device that writes its part of a checkpoint takes its time."""
-    saving = any(state.devices[name].phase == "checkpoint" for name in state.live())
-    return state.limits.timeout_s if saving else state.step_limit_s
+def _saving(state: State) -> bool:
+    """Whether somebody waits for a disk."""
+    return any(state.devices[name].phase == "checkpoint" for name in state.live())
+
+
+def _patience_s(state: State) -> float:
+    """How long a device may take beside a step: a disk writes what it writes, and killing its device helps nobody."""
+    return state.limits.timeout_s * (STUCK_FACTOR if _saving(state) else 1.0)
 
 
 def on_tick(turn: Turn) -> None:
@@ -230,7 +235,7 @@ def _blame_together(turn: Turn, deadline: Deadline) -> None:
 def _blame(turn: Turn) -> None:
     """No commit for too long: kill who works without end while others wait for it; if all wait, a link is broken."""
     state, now = turn.state, turn.now
-    long_s = _commit_limit_s(state) / 2
+    long_s = (_patience_s(state) if _saving(state) else state.step_limit_s) / 2
     members = [state.devices[name] for name in state.live()]
     lasting = [device for device in members if now - device.since_when >= long_s]
     waiting = [device for device in lasting if device.waits_for is not None]

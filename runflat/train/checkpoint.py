@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-import shutil
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,6 @@ from runflat.plan.units import Kind, ModelSpec, ParamSpec, Range, Segment, axis_
 
 FORMAT = 1
 FOLDER = re.compile(r"step-(\d+)(\.replaced)?")
-PARTIAL = re.compile(r"\.step-(\d+)-generation-(\d+)\.partial")
 TENSORS = ("weight", "exp_avg", "exp_avg_sq")
 """What a shard holds per parameter: the weight and AdamW's two moments."""
 
@@ -102,11 +99,6 @@ def file_ranges(param: ParamSpec, axes: Mapping[str, tuple[Range, ...]]) -> tupl
     )
 
 
-def partial_folder(run: Path, step: int, generation: int) -> Path:
-    """Where shards of (step, generation) are assembled before the checkpoint is published."""
-    return run / "checkpoints" / f".step-{step:08d}-generation-{generation}.partial"
-
-
 def shard_name(place: Place) -> str:
     """File name of the shard that the device at `place` writes."""
     return f"shard-{place[0]}-{place[1]}.safetensors"
@@ -115,13 +107,6 @@ def shard_name(place: Place) -> str:
 def unit_axes(spec: ModelSpec, units: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[Range, ...]]:
     """Elements of each kind's axis that `units` cover."""
     return {kind: axis_ranges(spec.kind(kind), held) for kind, held in units.items()}
-
-
-def describe_shard(path: Path, axes: Mapping[str, tuple[Range, ...]], replicated: bool) -> ShardFile:
-    """The index entry of a shard that has just been written; makes sure that the file is on disk."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-    return ShardFile(path.name, _checksum(path), path.stat().st_size, axes, replicated)
 
 
 def _checksum(path: Path) -> str:
@@ -146,84 +131,9 @@ def shard_from_json(data: Mapping[str, Any]) -> ShardFile:
     return ShardFile(data["name"], data["sha256"], int(data["num_bytes"]), axes, bool(data["replicated"]))
 
 
-def publish(run: Path, spec: ModelSpec, plan: Plan, progress: Progress, shards: Iterable[ShardFile]) -> Path:
-    """Make the assembled shards of (step, generation) a checkpoint; returns its folder. Called by one process only.
-
-    Whenever it is interrupted, every checkpoint that was complete before still can be found. What earlier steps left
-    half assembled is removed.
-
-    Raises:
-        CheckpointError: the index or the rename could not be written; older checkpoints are untouched.
-    """
-    source = partial_folder(run, progress.step, plan.generation)
-    target = run / "checkpoints" / f"step-{progress.step:08d}"
-    try:
-        with (source / "index.json").open("w") as file:
-            json.dump(_sealed(spec, plan.generation, progress, shards), file)
-            file.flush()
-            os.fsync(file.fileno())
-        _fsync_folder(source)
-        _put_in_place(source, target)
-    except OSError as error:
-        discard(run, progress.step, plan.generation)
-        raise CheckpointError(_cannot_save(run, progress.step, error)) from error
-    for folder in target.parent.iterdir():
-        match = PARTIAL.fullmatch(folder.name)
-        if match and int(match[1]) <= progress.step:
-            shutil.rmtree(folder, ignore_errors=True)
-    return target
-
-
-def _sealed(spec: ModelSpec, generation: int, progress: Progress, shards: Iterable[ShardFile]) -> dict[str, Any]:
-    """The index, with a checksum of itself."""
-    body = {
-        "format": FORMAT,
-        "generation": generation,
-        "progress": vars(progress),
-        "model": asdict(spec),
-        "files": [shard_to_json(shard) for shard in shards],
-    }
-    return body | {"sha256": _seal(body)}
-
-
-def _seal(body: Mapping[str, Any]) -> str:
+def seal(body: Mapping[str, Any]) -> str:
+    """The checksum that an index has of itself."""
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-
-
-def _put_in_place(source: Path, target: Path) -> None:
-    """Rename the assembled folder; one that is there already (a step saved again) steps aside, visibly, until then."""
-    aside = target.with_name(f"{target.name}.replaced")
-    if target.exists():
-        shutil.rmtree(aside, ignore_errors=True)
-        target.rename(aside)
-    source.rename(target)
-    _fsync_folder(target.parent)
-    shutil.rmtree(aside, ignore_errors=True)
-
-
-def discard(run: Path, step: int, generation: int) -> None:
-    """Remove what has been assembled of (step, generation)."""
-    shutil.rmtree(partial_folder(run, step, generation), ignore_errors=True)
-
-
-def _cannot_save(run: Path, step: int, error: object) -> str:
-    return (
-        f"the checkpoint of step {step} could not be written under {run}: {error}. Older checkpoints are untouched: "
-        f"make room, then go on with runflat train --resume {run}."
-    )
-
-
-def save_failed(run: Path, step: int, reason: str) -> CheckpointError:
-    """The error for a device that could not write its shard."""
-    return CheckpointError(_cannot_save(run, step, reason))
-
-
-def _fsync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def newest_checkpoint(run: Path, warn: Callable[[str], object]) -> Checkpoint:
@@ -233,7 +143,7 @@ def newest_checkpoint(run: Path, warn: Callable[[str], object]) -> Checkpoint:
         CheckpointError: there is none, or none that is whole. A missing checkpoint is never a fresh start.
     """
     problems: list[str] = []
-    for folder in reversed(_folders(run)):
+    for folder in reversed(published_folders(run)):
         try:
             checkpoint = open_checked(folder)
         except CheckpointError as error:
@@ -251,24 +161,28 @@ def checkpoint_of_step(run: Path, step: int) -> Checkpoint:
     Raises:
         CheckpointError: there is none of that step, or it is broken.
     """
-    steps = {_order(folder)[0]: folder for folder in _folders(run)}
+    steps = {folder_order(folder)[0]: folder for folder in published_folders(run)}
     if step not in steps:
         known = ", ".join(map(str, sorted(steps)))
         raise CheckpointError(f"{run} has no checkpoint of step {step}: there are those of the steps {known}.")
     return open_checked(steps[step])
 
 
-def _folders(run: Path) -> list[Path]:
-    """Folders of published checkpoints, oldest first, at least one."""
+def published_folders(run: Path) -> list[Path]:
+    """Folders of published checkpoints, oldest first, at least one.
+
+    Raises:
+        CheckpointError: there is none.
+    """
     folder = run / "checkpoints"
-    found = sorted((path for path in folder.glob("step-*") if FOLDER.fullmatch(path.name)), key=_order)
+    found = sorted((path for path in folder.glob("step-*") if FOLDER.fullmatch(path.name)), key=folder_order)
     if not found:
         reason = f"there is no folder step-N under {folder}" if run.is_dir() else "there is no such folder"
         raise CheckpointError(f"{run} has no checkpoint: {reason}. Name the folder of a run that has saved one.")
     return found
 
 
-def _order(folder: Path) -> tuple[int, bool]:
+def folder_order(folder: Path) -> tuple[int, bool]:
     """By step; a folder that was replaced comes before the one that took its place."""
     match = FOLDER.fullmatch(folder.name)
     assert match is not None
@@ -285,7 +199,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         index = json.loads((folder / "index.json").read_text())
         if index["format"] != FORMAT:
             raise CheckpointError(f"{folder} has format {index['format']}, but this version reads {FORMAT}.")
-        if index.pop("sha256") != _seal(index):
+        if index.pop("sha256") != seal(index):
             raise CheckpointError(f"{folder / 'index.json'} does not have the checksum that it names.")
         return Checkpoint(
             folder,

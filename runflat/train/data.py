@@ -12,9 +12,10 @@ map the token file into memory.
 from __future__ import annotations
 
 import hashlib
+import mmap
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ PLAIN = Reading()
 # Streams of random numbers that must differ although they share the user's seed.
 _HOLDOUT_STREAM = 0
 _ORDER_STREAM = 1
+_NUM_ROUNDS = 8
+_MIN_HALF_BITS = 4
 
 
 @dataclass(frozen=True)
@@ -59,8 +62,6 @@ class Corpus:
     num_holdout: int
     fingerprint: str
     source: str
-    # The permutation of the pass in use; a second thread that computes it again stores the same numbers.
-    _order: dict[int, npt.NDArray[np.int64]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def num_train(self) -> int:
@@ -78,9 +79,9 @@ class Corpus:
         parts: list[npt.NDArray[np.int64]] = [np.empty(0, np.int64)]
         while count > 0:
             pass_number, offset = divmod(start, self.num_train)
-            part = self._pass_order(pass_number)[offset : offset + count]
-            parts.append(part)
-            start, count = start + len(part), count - len(part)
+            numbers = np.arange(offset, min(offset + count, self.num_train), dtype=np.int64)
+            parts.append(self._skip_holdout(permuted(numbers, self.num_train, self.seed, _ORDER_STREAM, pass_number)))
+            start, count = start + len(numbers), count - len(numbers)
         return np.concatenate(parts)
 
     def holdout(self, start: int, count: int) -> npt.NDArray[np.int64]:
@@ -92,7 +93,8 @@ class Corpus:
     @cached_property
     def holdout_indices(self) -> npt.NDArray[np.int64]:
         """Sequence indices of the held-out set, ascending, shape [num_holdout]."""
-        return np.sort(_permutation(self.num_sequences, self.seed, _HOLDOUT_STREAM)[: self.num_holdout])
+        numbers = np.arange(self.num_holdout, dtype=np.int64)
+        return np.sort(permuted(numbers, self.num_sequences, self.seed, _HOLDOUT_STREAM))
 
     def sample_hash(self, previous: str, step: int, samples: Iterable[int]) -> str:
         """`sample_hash` of one step, with the sequence indices filled in.
@@ -107,7 +109,7 @@ class Corpus:
 
     def to_json(self) -> dict[str, Any]:
         """JSON form, a few hundred bytes; `from_json` gives an equal corpus in another process."""
-        return {fact.name: getattr(self, fact.name) for fact in fields(self) if fact.init}
+        return {fact.name: getattr(self, fact.name) for fact in fields(self)}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Corpus:
@@ -115,10 +117,14 @@ class Corpus:
         return cls(**data)
 
     @cached_property
-    def _tokens(self) -> npt.NDArray[np.integer[Any]]:
-        """Token file as a memory map, shape [num_sequences, seq_len]."""
+    def _tokens(self) -> tuple[mmap.mmap, npt.NDArray[np.integer[Any]]]:
+        """Token file as a memory map, and its tokens by sequence, shape [num_sequences, seq_len]."""
         try:
-            tokens = np.load(self.token_file, mmap_mode="r")
+            with open(self.token_file, "rb") as stream:
+                np.lib.format.read_magic(stream)
+                (length,), _, dtype = np.lib.format.read_array_header_1_0(stream)
+                mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+                tokens = np.frombuffer(mapped, dtype, length, stream.tell())
         except (OSError, ValueError) as error:
             raise DataError(
                 f"The token file {self.token_file} cannot be read: {error}. It is rebuilt from the text when the run "
@@ -130,27 +136,18 @@ class Corpus:
                 f"The token file {self.token_file} has {len(tokens)} tokens where {used} are expected: it was replaced "
                 f"or cut off. Delete it and start the run again; it is rebuilt from the text."
             )
-        sequences: npt.NDArray[np.integer[Any]] = tokens[:used].reshape(self.num_sequences, self.seq_len)
-        return sequences
+        return mapped, tokens[:used].reshape(self.num_sequences, self.seq_len)
 
-    @cached_property
-    def _train_set(self) -> npt.NDArray[np.int64]:
-        """Sequence indices of the training set, ascending, shape [num_train]."""
-        is_train = np.ones(self.num_sequences, dtype=bool)
-        is_train[self.holdout_indices] = False
-        return np.flatnonzero(is_train).astype(np.int64)
-
-    def _pass_order(self, pass_number: int) -> npt.NDArray[np.int64]:
-        """Sequence indices of one pass over the training set in the order of its samples, shape [num_train]."""
-        order = self._order.get(pass_number)
-        if order is None:
-            order = self._train_set[_permutation(self.num_train, self.seed, _ORDER_STREAM, pass_number)]
-            self._order.clear()  # samples are asked for in rising order: one pass in memory is enough
-            self._order[pass_number] = order
-        return order
+    def _skip_holdout(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Sequence indices of the training sequences of these numbers, counted without the held-out ones."""
+        before = self.holdout_indices - np.arange(self.num_holdout)  # training sequences before each held-out one
+        return numbers + np.searchsorted(before, numbers, side="right")
 
     def _read(self, indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        return self._tokens[indices].astype(np.int64)
+        mapped, tokens = self._tokens
+        found = tokens[indices].astype(np.int64)
+        mapped.madvise(mmap.MADV_DONTNEED)  # the pages stay in the system's cache, but do not count as this process's
+        return found
 
 
 def prepare(
@@ -254,10 +251,28 @@ def sample_hash(previous: str, step: int, samples: Iterable[tuple[int, int]]) ->
     return digest.hexdigest()
 
 
-def _permutation(count: int, *seeds: int) -> npt.NDArray[np.int64]:
-    """Permutation of 0 .. count-1 that is the same on every machine and under every numpy version.
+def permuted(numbers: npt.NDArray[np.int64], count: int, *seeds: int) -> npt.NDArray[np.int64]:
+    """Where a permutation of 0 .. count-1 takes each of `numbers`; nothing of size `count` is ever in memory.
 
-    It sorts the raw output of PCG64, which numpy guarantees to be stable; `Generator.permutation` is not guaranteed.
+    A Feistel network permutes the numbers below a power of two; whoever lands at `count` or above goes through again
+    until it does not. Keys are raw output of numpy's SeedSequence, which is guaranteed to stay as it is.
     """
-    draws = np.random.PCG64(np.random.SeedSequence(list(seeds))).random_raw(count)
-    return np.argsort(draws, kind="stable").astype(np.int64)
+    half = np.uint64(max(_MIN_HALF_BITS, (max(count - 1, 1).bit_length() + 1) // 2))
+    mask = (np.uint64(1) << half) - np.uint64(1)
+    keys = np.random.SeedSequence(list(seeds)).generate_state(_NUM_ROUNDS, np.uint64)
+    found = numbers.astype(np.uint64)
+    outside = np.ones(len(found), dtype=bool)
+    while outside.any():
+        left, right = found[outside] >> half, found[outside] & mask
+        for key in keys:
+            left, right = right, left ^ (_mixed(right ^ key) & mask)
+        found[outside] = (left << half) | right
+        outside = found >= count
+    return found.astype(np.int64)
+
+
+def _mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Each value with its bits mixed: the finalizer of splitmix64 (Steele, Lea, Flood, OOPSLA 2014)."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

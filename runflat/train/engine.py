@@ -24,11 +24,12 @@ from runflat.plan.cost import device_memory
 from runflat.plan.plan import Place, Plan
 from runflat.plan.sync_groups import SyncLayout
 from runflat.plan.units import ModelSpec, param_ranges
-from runflat.train.checkpoint import Progress, ShardFile, check_model, open_checkpoint
-from runflat.train.data import Corpus, sample_hash
+from runflat.train.checkpoint import Progress, check_model, open_checkpoint
+from runflat.train.data import sample_hash
 from runflat.train.emulate import Pace, step_seconds
 from runflat.train.job import DTYPES, Job, hf_config, job_layout, optimizer_settings, state_dtype
-from runflat.train.shards import checkpoint_tensors, load_optimizer_state, write_shard
+from runflat.train.mixture import data_from_json
+from runflat.train.shards import ShardCopy, checkpoint_tensors, copy_shard, load_optimizer_state
 from runflat.train.step import Scalars, StepResult, Trainer, accumulate, apply, backward, barrier
 from runflat.train.timing import StepTimes, Timeline
 
@@ -59,7 +60,7 @@ class Engine:
         self.device = device
         self.dtype = state_dtype(job.train.dtype)
         self._compute_dtype = DTYPES[job.train.dtype]
-        self.corpus = Corpus.from_json(job.corpus) if job.corpus else None
+        self.corpus = data_from_json(job.corpus) if job.corpus else None
         self.settings = optimizer_settings(job.train)
         self.progress = Progress(0, 0, 0, "")
         self.final: Final | None = None
@@ -372,21 +373,11 @@ class Engine:
         self.comms.world.all_reduce(total)
         return float(total[0] / total[1])
 
-    def save(self) -> tuple[Progress, ShardFile]:
-        """Write this device's shard of the state as of `progress`; only the controller publishes.
-
-        Raises:
-            OSError: it could not be written.
-        """
+    def shard_copy(self) -> ShardCopy:
+        """A copy of this device's part of a checkpoint of the state as of `progress`."""
         assert self.plan is not None
         assert self.place is not None
-        assert self.sharded is not None
-        self._phase("checkpoint")
-        run = Path(self.job.run)
-        shard = write_shard(
-            run, self.spec, self.plan, self.place, self.progress.step, self.sharded.params, self.optimizer
-        )
-        return self.progress, shard
+        return copy_shard(self.spec, self.plan, self.place, self.progress.step, self.params, self.optimizer)
 
 
 def progress_json(progress: Progress) -> dict[str, Any]:

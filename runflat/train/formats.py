@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from runflat.errors import DataError
-from runflat.train.sources import TextFile, is_text, read_pieces
+from runflat.train.sources import TextFile, is_text, read_pieces, text_pieces
 
 IdType = Literal["uint16", "uint32"]
 ID_SUFFIX = ".bin"
@@ -54,7 +54,7 @@ def _lines(path: Path, field: str) -> Iterator[Iterator[str]]:
     with path.open(encoding="utf-8") as stream:
         for number, line in enumerate(stream, 1):
             if line.strip():
-                yield iter([_text_of(path, number, line, field)])
+                yield text_pieces(_text_of(path, number, line, field))
 
 
 def _text_of(path: Path, number: int, line: str, field: str) -> str:

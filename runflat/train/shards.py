@@ -1,14 +1,14 @@
-"""The tensors of checkpoints: write a device's shard, read any ranges of any parameter back (torch, safetensors)."""
+"""The tensors of checkpoints: copy and write a device's shard, read any ranges of any parameter back."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import nn
 
 from runflat.errors import CheckpointError
@@ -19,29 +19,39 @@ from runflat.train.checkpoint import (
     TENSORS,
     Checkpoint,
     ShardFile,
-    describe_shard,
     file_ranges,
-    partial_folder,
     shard_name,
     unit_axes,
     written_units,
 )
+from runflat.train.publishing import partial_folder
+from runflat.train.tensor_file import write_tensors
 
 
-def write_shard(
-    run: Path,
+@dataclass(frozen=True)
+class ShardCopy:
+    """What one device writes of the checkpoint of (step, generation), copied to host memory: training may go on.
+
+    `units` are those of each kind that it writes, `tensors` by their names in the file.
+    """
+
+    step: int
+    generation: int
+    name: str
+    units: Mapping[str, tuple[int, ...]]
+    replicated: bool
+    tensors: Mapping[str, torch.Tensor]
+
+
+def copy_shard(
     spec: ModelSpec,
     plan: Plan,
     place: Place,
     step: int,
     params: Mapping[str, nn.Parameter],
     optimizer: torch.optim.Optimizer,
-) -> ShardFile:
-    """Write what the device at `place` is to write of the state after `step`; returns the index entry.
-
-    Raises:
-        OSError: the file could not be written.
-    """
+) -> ShardCopy:
+    """A copy of what the device at `place` is to write of the state after `step`."""
     units = written_units(spec, plan, place)
     replicated = place == plan.places[0]
     held = plan.replica(place[0]).held(spec.kinds, place[1])
@@ -55,14 +65,20 @@ def write_shard(
         state = optimizer.state[params[param.name]]
         weight = params[param.name].detach()
         for kind, tensor in zip(TENSORS, (weight, *_moments(state, weight)), strict=True):
-            tensors[f"{kind}/{param.name}"] = _take(tensor, param, ranges).cpu()
-    path = partial_folder(run, step, plan.generation) / shard_name(place)
+            tensors[f"{kind}/{param.name}"] = _take(tensor, param, ranges)
+    return ShardCopy(step, plan.generation, shard_name(place), units, replicated, tensors)
+
+
+def write_shard(run: Path, spec: ModelSpec, copy: ShardCopy) -> ShardFile:
+    """Write a device's part of a checkpoint; returns the index entry when it is on disk.
+
+    Raises:
+        OSError: the file could not be written.
+    """
+    path = partial_folder(run, copy.step, copy.generation) / copy.name
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        save_file(tensors, path)
-    except SafetensorError as error:
-        raise OSError(str(error)) from error
-    return describe_shard(path, unit_axes(spec, units), replicated)
+    checksum, num_bytes = write_tensors(path, copy.tensors)
+    return ShardFile(copy.name, checksum, num_bytes, unit_axes(spec, copy.units), copy.replicated)
 
 
 def _moments(state: Mapping[str, torch.Tensor], like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -82,9 +98,10 @@ def _local_ranges(
 
 
 def _take(tensor: torch.Tensor, param: ParamSpec, ranges: list[Range]) -> torch.Tensor:
+    """The ranges, contiguous and on the CPU, in memory of their own."""
     if param.dim is None:
-        return tensor.contiguous()
-    return torch.cat([tensor.narrow(param.dim, start, stop - start) for start, stop in ranges], dim=param.dim)
+        return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    return torch.cat([tensor.narrow(param.dim, start, stop - start) for start, stop in ranges], dim=param.dim).cpu()
 
 
 def checkpoint_tensors(checkpoint: Checkpoint, kind: str) -> WeightSource:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import codecs
 import glob
+import io
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 from runflat.errors import DataError
 
@@ -82,10 +84,30 @@ def is_text(path: Path) -> bool:
 
 
 def read_pieces(path: Path) -> Iterator[str]:
-    """Text of a UTF-8 file in pieces of about a mebibyte that end at a line's end, line endings as they stand."""
+    """Text of a UTF-8 file in pieces of about a mebibyte that end at a line's end, line endings as they stand.
+
+    A line that is longer than that is cut.
+    """
     with path.open(encoding="utf-8", newline="") as stream:
-        while lines := stream.readlines(_CHUNK_BYTES):
+        yield from _pieces(stream)
+
+
+def text_pieces(text: str) -> Iterator[str]:
+    """A text in pieces like those of a file."""
+    return _pieces(io.StringIO(text, newline=""))
+
+
+def _pieces(stream: TextIO) -> Iterator[str]:
+    lines: list[str] = []
+    num_chars = 0
+    while line := stream.readline(_CHUNK_BYTES):
+        lines.append(line)
+        num_chars += len(line)
+        if num_chars > _CHUNK_BYTES:
             yield "".join(lines)
+            lines, num_chars = [], 0
+    if lines:
+        yield "".join(lines)
 
 
 def _expand(entry: str) -> Iterable[Path]:

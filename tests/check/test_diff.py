@@ -19,8 +19,9 @@ from runflat.parallel.tp_plan import build_meta_model, read_rules
 from runflat.plan.plan import Place
 from runflat.plan.planner import build_plan, live_devices
 from runflat.plan.units import param_ranges
-from runflat.train.checkpoint import TENSORS, Progress, publish
-from runflat.train.shards import write_shard
+from runflat.train.checkpoint import TENSORS, Progress
+from runflat.train.publishing import publish
+from runflat.train.shards import copy_shard, write_shard
 
 Full = dict[str, dict[str, torch.Tensor]]
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
@@ -64,7 +65,7 @@ def save(
         optimizer = build_optimizer(spec, params, OptimizerSettings())
         for name, param in params.items():
             optimizer.state[param] = {kind: parts[kind][name] for kind in TENSORS[1:]}
-        shards.append(write_shard(run, spec, plan, place, step, params, optimizer))
+        shards.append(write_shard(run, spec, copy_shard(spec, plan, place, step, params, optimizer)))
     publish(run, spec, plan, Progress(step, step, 8 * step, "ab"), shards)
     return run
 

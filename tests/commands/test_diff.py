@@ -12,8 +12,9 @@ from runflat.cli import run as runflat
 from runflat.parallel.optimizer import OptimizerSettings, build_optimizer
 from runflat.parallel.tp_plan import build_meta_model, read_rules
 from runflat.plan.planner import build_plan, live_devices
-from runflat.train.checkpoint import Progress, publish
-from runflat.train.shards import write_shard
+from runflat.train.checkpoint import Progress
+from runflat.train.publishing import publish
+from runflat.train.shards import copy_shard, write_shard
 
 NORM = "model.norm.weight"
 
@@ -26,7 +27,9 @@ def save(run: Path, scale: float = 1.0, step: int = 1, hidden_size: int = 8, sam
     spec = read_rules(build_meta_model(config, torch.float32), 1).spec
     params = {p.name: nn.Parameter(torch.ones(p.shape) * (scale if p.name == NORM else 1.0)) for p in spec.params}
     plan = build_plan(spec, live_devices(1, 1, ()), 1, 1, 4)
-    shard = write_shard(run, spec, plan, (0, 0), step, params, build_optimizer(spec, params, OptimizerSettings()))
+    shard = write_shard(
+        run, spec, copy_shard(spec, plan, (0, 0), step, params, build_optimizer(spec, params, OptimizerSettings()))
+    )
     publish(run, spec, plan, Progress(step, 0, step, samples), [shard])
 
 

@@ -1,6 +1,5 @@
 """Checkpoints without workers: written under one layout, read under every other, broken in every way."""
 
-import itertools
 import os
 import shutil
 from collections.abc import Callable
@@ -22,18 +21,15 @@ from runflat.parallel.tp_plan import build_meta_model, read_rules
 from runflat.plan.plan import Plan
 from runflat.plan.planner import build_plan, live_devices
 from runflat.plan.units import ModelSpec, param_ranges
-from runflat.train import checkpoint as module
 from runflat.train.checkpoint import (
     TENSORS,
     Progress,
     check_model,
     checkpoint_of_step,
     newest_checkpoint,
-    open_checked,
-    partial_folder,
-    publish,
 )
-from runflat.train.shards import checkpoint_tensors, load_optimizer_state, write_shard
+from runflat.train.publishing import publish
+from runflat.train.shards import checkpoint_tensors, copy_shard, load_optimizer_state, write_shard
 
 LAYOUTS = {
     "whole": (4, 2, ()),
@@ -78,7 +74,7 @@ def plan_of(spec: ModelSpec, layout: str, generation: int = 0) -> Plan:
     return build_plan(spec, live_devices(tp, replicas, dead), tp, 16, 16, generation=generation)
 
 
-def save(run: Path, state: State, plan: Plan, step: int, assemble_only: bool = False) -> Path:
+def save(run: Path, state: State, plan: Plan, step: int) -> Path:
     """Save `state` as the devices of `plan` would; returns the checkpoint's folder."""
     shards = []
     for place in plan.places:
@@ -91,9 +87,7 @@ def save(run: Path, state: State, plan: Plan, step: int, assemble_only: bool = F
         optimizer = build_optimizer(state.spec, params, OptimizerSettings())
         for name, param in params.items():
             optimizer.state[param] = {kind: parts[kind][name] for kind in TENSORS[1:]}
-        shards.append(write_shard(run, state.spec, plan, place, step, params, optimizer))
-    if assemble_only:
-        return partial_folder(run, step, plan.generation)
+        shards.append(write_shard(run, state.spec, copy_shard(state.spec, plan, place, step, params, optimizer)))
     return publish(run, state.spec, plan, Progress(step, step, 16 * step, "ab"), shards)
 
 
@@ -155,7 +149,7 @@ def test_state_before_the_first_update(tmp_path: Path) -> None:
     plan = plan_of(spec, "one device")
     params = {p.name: nn.Parameter(torch.ones(p.shape)) for p in spec.params}
     optimizer = build_optimizer(spec, params, OptimizerSettings())
-    shard = write_shard(tmp_path, spec, plan, (0, 0), 1, params, optimizer)
+    shard = write_shard(tmp_path, spec, copy_shard(spec, plan, (0, 0), 1, params, optimizer))
     publish(tmp_path, spec, plan, Progress(1, 0, 16, ""), [shard])
     checkpoint = newest_checkpoint(tmp_path, never)
     load_optimizer_state(optimizer, spec, params, {p.name: () for p in spec.params}, checkpoint)
@@ -285,108 +279,6 @@ def test_another_model_is_refused(other: str, two_saves: Path) -> None:
         check_model(newest_checkpoint(two_saves, never), spec_of(tiny(**changes), 4))
     with pytest.raises(CheckpointError, match="a LlamaForCausalLM there and a MistralForCausalLM here"):
         check_model(newest_checkpoint(two_saves, never), replace(spec_of(tiny(), 4), name="MistralForCausalLM"))
-
-
-class KilledError(BaseException):
-    """The process ends here: no handler of the code under test may see it."""
-
-
-class Interrupter:
-    """Raises `error` at the `stop_at`-th system call that publishing makes, before or after its effect."""
-
-    def __init__(self, patch: pytest.MonkeyPatch, stop_at: int, after: bool, error: BaseException):
-        self.calls, self.stop_at, self.after, self.error = 0, stop_at, after, error
-        patch.setattr(module.os, "fsync", self.wrap(os.fsync))
-        patch.setattr(module.Path, "rename", self.wrap(Path.rename))
-        if isinstance(error, KilledError):
-            patch.setattr(module.shutil, "rmtree", self.wrap(self.half_removed(shutil.rmtree)))
-
-    def wrap(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            self.calls += 1
-            due = self.calls == self.stop_at
-            if due and not self.after:
-                raise self.error
-            result = call(*args, **kwargs)
-            if due:
-                raise self.error
-            return result
-
-        return wrapped
-
-    def half_removed(self, rmtree: Callable[..., Any]) -> Callable[..., Any]:
-        """An `rmtree` that has removed one file when it is interrupted."""
-
-        def remove(folder: Path, **kwargs: Any) -> None:
-            if self.calls == self.stop_at:
-                for path in sorted(folder.glob("*"))[:1]:
-                    path.unlink()
-            else:
-                rmtree(folder, **kwargs)
-
-        return remove
-
-
-def saved_again(two_saves: Path, folder: Path) -> tuple[Path, Callable[[], Path]]:
-    """A copy of a run in which step 2 is about to be published a second time, and the call that does it."""
-    run = Path(shutil.copytree(two_saves, folder))
-    state = random_state(tiny(), 4, seed=3)
-    plan = plan_of(state.spec, "whole", generation=1)
-    save(run, state, plan, 2, assemble_only=True)
-    files = open_checked(run / "checkpoints" / "step-00000002").files
-    fresh = [
-        module.describe_shard(partial_folder(run, 2, 1) / shard.name, shard.axes, shard.replicated) for shard in files
-    ]
-    return run, lambda: publish(run, state.spec, plan, Progress(2, 2, 32, "cd"), fresh)
-
-
-def test_kill_at_any_point_of_publishing(two_saves: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a moment at which a kill leaves half a checkpoint visible, or none of a step that was saved before."""
-    seen = []
-    for number, after in itertools.product(range(1, 8), (False, True)):
-        run, publish_it = saved_again(two_saves, tmp_path / f"{number}-{after}")
-        with monkeypatch.context() as patch:
-            Interrupter(patch, number, after, KilledError())
-            try:
-                publish_it()
-                break
-            except KilledError:
-                pass
-        checkpoint = newest_checkpoint(run, lambda _: None)
-        assert checkpoint.progress.step == 2
-        seen.append(checkpoint.generation)
-        # Going on saves the step once more: nothing that was left behind may be in the way.
-        source = partial_folder(run, 2, 1)
-        if source.exists():
-            assert publish_it() == run / "checkpoints" / "step-00000002"
-            assert newest_checkpoint(run, never).generation == 1
-            assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-00000001", "step-00000002"]
-    assert number > 4
-    assert seen == sorted(seen)
-    assert set(seen) == {0, 1}
-
-
-@pytest.mark.parametrize("number", range(1, 6))
-def test_failure_at_any_point_of_publishing(
-    number: int, two_saves: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Catches a full disk during the last steps of a save that costs an older checkpoint or ends in a traceback."""
-    run, publish_it = saved_again(two_saves, tmp_path / "run")
-    with monkeypatch.context() as patch:
-        Interrupter(patch, number, False, OSError(28, "No space left on device"))
-        with pytest.raises(CheckpointError, match=r"step 2 could not be written .*No space left.*--resume"):
-            publish_it()
-    assert newest_checkpoint(run, never).progress.step == 2
-    assert list((run / "checkpoints").glob(".*")) == []
-
-
-def test_leftovers_of_dead_runs_are_removed(two_saves: Path, tmp_path: Path) -> None:
-    """Catches folders of interrupted saves that fill the disk, and a newer one removed while it is assembled."""
-    run, publish_it = saved_again(two_saves, tmp_path / "run")
-    for step, generation in ((1, 0), (2, 0), (3, 1)):
-        partial_folder(run, step, generation).mkdir()
-    publish_it()
-    assert sorted(path.name for path in (run / "checkpoints").glob(".*")) == [partial_folder(run, 3, 1).name]
 
 
 def test_index_says_what_the_step_was(two_saves: Path) -> None:

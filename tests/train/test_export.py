@@ -21,10 +21,11 @@ from runflat.parallel.tp_plan import build_meta_model, read_rules
 from runflat.plan.planner import build_plan, live_devices
 from runflat.plan.units import param_ranges
 from runflat.train import export as module
-from runflat.train.checkpoint import Progress, publish
+from runflat.train.checkpoint import Progress
 from runflat.train.data import Corpus, prepare
 from runflat.train.export import keep_model
-from runflat.train.shards import write_shard
+from runflat.train.publishing import publish
+from runflat.train.shards import copy_shard, write_shard
 
 SMALL = {"num_hidden_layers": 1, "intermediate_size": 90, "vocab_size": 71}
 MODELS: dict[str, Callable[[], Any]] = {
@@ -59,7 +60,7 @@ def save(run: Path, config: Any, tokenizer: Path | None = None) -> dict[str, tor
         held = plan.replica(place[0]).held(spec.kinds, place[1])
         params = {p.name: nn.Parameter(cut(full[p.name], p, param_ranges(spec, p, held))) for p in spec.params}
         optimizer = build_optimizer(spec, params, OptimizerSettings())
-        shards.append(write_shard(run, spec, plan, place, 3, params, optimizer))
+        shards.append(write_shard(run, spec, copy_shard(spec, plan, place, 3, params, optimizer)))
     publish(run, spec, plan, Progress(3, 3, 24, "ab"), shards)
     keep_model(run, json.loads(config.to_json_string(use_diff=False)), spec.name, tokenizer)
     return full

@@ -21,9 +21,10 @@ from runflat.plan.plan import Place
 from runflat.plan.planner import build_plan, live_devices
 from runflat.plan.sync_groups import sync_layout
 from runflat.plan.units import param_ranges
-from runflat.train.checkpoint import Checkpoint, Progress, ShardFile, newest_checkpoint, publish
+from runflat.train.checkpoint import Checkpoint, Progress, ShardFile, newest_checkpoint
 from runflat.train.data import Corpus, prepare
-from runflat.train.shards import checkpoint_tensors, load_optimizer_state, write_shard
+from runflat.train.publishing import publish
+from runflat.train.shards import checkpoint_tensors, copy_shard, load_optimizer_state, write_shard
 from runflat.train.step import Scalars, StepResult, Trainer, apply, backward, barrier
 
 Layout = tuple[int, int, tuple[Place, ...]]
@@ -111,7 +112,7 @@ def train(
             scalars.append(barrier(trainer, loss_sum, tokens, stop=stop))
             results.append(apply(optimizer, params, settings, scalars[-1], step))
             if step + 1 == save_at:
-                shard = write_shard(run, spec, plan, place, save_at, params, optimizer)
+                shard = write_shard(run, spec, copy_shard(spec, plan, place, save_at, params, optimizer))
             if scalars[-1].stop:
                 break
         state = {name: param.detach().clone() for name, param in params.items()}

@@ -15,7 +15,8 @@ from runflat.elastic.orders import Resume
 from runflat.elastic.planning import Planner
 from runflat.errors import CheckpointError, RunError
 from runflat.plan.plan import Plan
-from runflat.train.checkpoint import Progress, newest_checkpoint, partial_folder, written_units
+from runflat.train.checkpoint import Progress, newest_checkpoint, written_units
+from runflat.train.publishing import partial_folder
 
 ALL = [f"{replica}:{slot}" for replica in range(2) for slot in range(4)]
 
@@ -113,7 +114,7 @@ def test_going_back_forgets_steps_and_their_samples(books: Books) -> None:
         for replica in range(2):
             books.take(f"{replica}:0", report(step, replica), 1.0)
     before = books.sample_hash
-    books.go_back(Resume(action="memory", committed=2))
+    books.go_back(Resume(action="memory", committed=2), 1)
     assert [line["step"] for line in lines(books)] == [0, 1]
     assert books.num_samples == 16
     for step in (2, 3):
@@ -162,6 +163,20 @@ def test_shards_of_two_generations_do_not_make_a_checkpoint(books: Books, plan: 
         books.take(device, shard(books, plan, device), 1.0)
     for device in ALL[4:]:
         assert books.take(device, shard(books, later, device), 1.0) is None
+
+
+def test_a_save_that_is_complete_late_does_no_harm(books: Books, plan: Plan) -> None:
+    """Catches an older save published over a newer one, or a run that stops because its folder is gone by then."""
+    later = replace(plan, generation=1)
+    books.adopt(later)
+    late = [shard(books, plan, device) for device in ALL]
+    for device, message in zip(ALL[:5], late, strict=False):
+        books.take(device, message, 1.0)
+    for device in ALL:
+        books.take(device, shard(books, later, device), 1.0)
+    for device, message in zip(ALL[5:], late[5:], strict=True):
+        assert books.take(device, message, 1.0) is None
+    assert newest_checkpoint(books.facts.run, pytest.fail).generation == 1
 
 
 def test_a_shard_that_could_not_be_written_stops_the_run(books: Books, plan: Plan) -> None:

@@ -332,8 +332,9 @@ def test_a_device_without_which_all_is_lost_does_not_leave_for_a_flake(make_worl
     assert world.run().text is None
 
 
-def test_no_progress_kills_who_works_while_the_others_wait(job: Job) -> None:
-    """Catches a hung device that keeps its heartbeat, or an innocent one that is killed for waiting."""
+@pytest.mark.parametrize(("phase", "killed"), [("backward", ("1:1",)), ("checkpoint", ())])
+def test_no_progress_kills_who_works_while_the_others_wait(job: Job, phase: str, killed: tuple[str, ...]) -> None:
+    """Catches a hung device that keeps its heartbeat, an innocent one killed for waiting, and one for a slow disk."""
     began = job.now
     while job.now < began + 4.0 and not job.state.dying():
         job.now += 0.25
@@ -342,12 +343,12 @@ def test_no_progress_kills_who_works_while_the_others_wait(job: Job) -> None:
             fields = {
                 "generation": 0,
                 "committed": 5,
-                "phase": "backward",
+                "phase": phase if name == "1:1" else "commit",
                 "since_s": job.now - began if waits else 0.0,
             }
             job.hear(said(name, messages.Heartbeat, waits_for=waits, **fields))
         job.hear(Tick())
-    assert job.state.dying() == ("1:1",)
+    assert job.state.dying() == killed
 
 
 def test_no_progress_without_a_culprit_kills_nobody(job: Job) -> None:

@@ -10,7 +10,8 @@ import pytest
 from runflat.elastic.leftovers import publish_leftovers
 from runflat.elastic.planning import Planner
 from runflat.plan.units import ModelSpec
-from runflat.train.checkpoint import newest_checkpoint, partial_folder
+from runflat.train.checkpoint import newest_checkpoint
+from runflat.train.publishing import partial_folder
 
 
 @pytest.fixture
