@@ -37,7 +37,7 @@ SETTINGS: Mapping[str, Any] = {
     "train.memory-every": 0,
     "train.steps": 1_000_000,
     "devices": "emulated",
-    "device.rate-tflops": 6e-4,
+    "device.rate-tflops": 1.5e-4,
     "device.curve": "exponent:1",
     "device.max-power": 1.4,
     "boost": True,

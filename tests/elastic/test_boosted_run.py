@@ -55,3 +55,32 @@ def test_limits_follow_a_loss_and_its_return(live: Any) -> None:
     assert [steps[index] and steps[index].limit_w for index in (0, -1)] == [8000.0, 8000.0]
     power = ran.summary["power"]
     assert power["by_incident"]["1"]["extra_j"] == power["extra_j"] > 0
+
+
+PAPER = (
+    "--model.num-layers 1 --model.hidden-size 224 --model.num-heads 56 --model.num-kv-heads 56 --model.head-dim 4 "
+    "--model.ffn-size 448 --model.vocab-size 448 --data.seq-len 16 --layout.tp 8 --layout.replicas 2 "
+    "--train.global-batch 16 --train.memory-every 0 --train.steps 1000000 --train.timeout-s 300 --devices emulated "
+    "--device.rate-tflops 2e-5 --device.curve ntp --device.max-power 1.25 --boost"
+)
+"""Heads and FFN blocks divide by 56: the most loaded survivor of 8 has 8/7 of the work."""
+
+
+@pytest.mark.soak
+@pytest.mark.process
+def test_one_of_eight_is_hidden_by_the_papers_curve(live: Any) -> None:
+    """Catches a boost that hides 1 of 8 on paper only: 2 x TP 8, 0.99 of the healthy rate within 15 steps, live."""
+
+    def end(watch: Watch) -> None:
+        watch.reached(LOST + 25, 600.0)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    ran = live.train("paper", PAPER, [EVENTS[0]], alongside=end)
+    assert ran.error is None
+    rows = ran.watch.steps()
+    assert {tuple(replica["num_samples"] for replica in row["replicas"]) for row in rows} == {(8, 8)}
+    billed_s = [row["billed_s"] for row in rows]
+    assert billed_s[LOST + 1] / billed_s[0] == pytest.approx(8 / 7, rel=0.01)
+    assert billed_s[0] / max(billed_s[LOST + 15 :]) >= 0.99
+    assert max(row["power"]["replicas"]["1"]["limit_w"] for row in rows) <= 1250.0
+    assert ran.summary["emulated"]["valid"]
