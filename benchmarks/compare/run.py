@@ -80,7 +80,7 @@ def predict(config: TrainConfig, chain: str, spares: int, steps: int, runs: Sequ
         parse_events(TRACE.read_text()),
         num_steps=steps,
         rate_flops=config.device.rate_tflops * 1e12,
-        costs=measured_costs(runs),
+        costs=measured_costs(runs, train.memory_every),
         spare_devices=spares if "spare" in chain.split(",") else 0,
     ).goodput
 
@@ -120,7 +120,11 @@ def main() -> int:
     )
     result = {"spares": spares, "measured_seeds": args.measure, "in_order": in_order, "close": close, "runs": found}
     table = [
-        (f"{chain} (emulated): goodput, and as predicted", f"{row['goodput']}, {row['goodput_predicted']:.4f}", "3 %")
+        (
+            f"{chain} (emulated): goodput, and as predicted",
+            f"{row['goodput']:.4f}, {row['goodput_predicted']:.4f}",
+            "3 %",
+        )
         for chain, row in found.items()
     ]
     table.append((f"goodput falls from {', '.join(ORDER)}", str(in_order), "True"))

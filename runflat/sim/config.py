@@ -93,6 +93,8 @@ class RecoveryConfig(_Frozen):
     """Running seconds between saves; ``optimum`` is sqrt(2 x save x time between failures), at least a step."""
     checkpoint_save_s: float = Field(default=5.0, ge=0)
     """Seconds that a save stops training."""
+    copy_every: int = Field(default=0, ge=0)
+    """Steps between copies in memory (``train.memory_every`` of a run), to which a restart goes back; 0: saves only."""
     discard_step: bool = True
     """Whether a loss throws the step in flight away."""
 
@@ -228,6 +230,7 @@ class SimConfig(_Frozen):
             discard_step=given.discard_step,
             checkpoint_interval_s=self._interval_s(failures_per_s, step_s),
             checkpoint_save_s=given.checkpoint_save_s,
+            copy_every=given.copy_every,
         )
 
     def _interval_s(self, failures_per_s: float, step_s: float) -> float:

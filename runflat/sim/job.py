@@ -38,6 +38,8 @@ class Costs:
     """Running seconds from one save to the next."""
     checkpoint_save_s: float = 0.0
     """Seconds that a save stops training."""
+    copy_every: int = 0
+    """Steps from one copy in memory to the next, which stops nobody; in the place of the saves above. 0: none."""
 
 
 @dataclass(slots=True)
@@ -252,22 +254,10 @@ class JobSim:
             self._booked[Category.PAUSE] += rates.working * seconds
             self._energy_j += rates.watts * seconds
             return
-        costs = self._costs
-        interval_s, cycle_s = costs.checkpoint_interval_s, costs.checkpoint_interval_s + costs.checkpoint_save_s
-        if math.isinf(interval_s):
-            running_s, since_s, saved = seconds, seconds, False
-        else:
-            before, after = self._cycle_s, self._cycle_s + seconds
-            saves = math.floor(after / cycle_s)
-            self._cycle_s = after - saves * cycle_s
-            since_s = min(self._cycle_s, interval_s)
-            running_s = saves * interval_s + since_s - min(before, interval_s)
-            saved = saves > 0
-            self._booked[Category.CHECKPOINT] += rates.working * (seconds - running_s)
+        running_s, since_s, saved = self._between_saves(seconds)
+        self._booked[Category.CHECKPOINT] += rates.working * (seconds - running_s)
         if saved:
             self._unsaved = self._unsaved_busy = self._unsaved_wait = self._unsaved_steps = 0.0
-        else:
-            since_s = running_s
         busy, wait = rates.busy, rates.working - rates.busy
         self._booked[Category.PRODUCTIVE] += busy * running_s
         self._booked[Category.IMBALANCE] += wait * running_s
@@ -279,6 +269,25 @@ class JobSim:
         self._steps += running_s / rates.step_s
         self._unsaved_steps += since_s / rates.step_s
         self._energy_j += rates.watts * seconds
+
+    def _between_saves(self, seconds: float) -> tuple[float, float, bool]:
+        """Of the next ``seconds``: those of steps, those of steps that no save covers, and whether one is made."""
+        costs = self._costs
+        if costs.copy_every:
+            step_s = self._rates.step_s
+            done = self._steps % costs.copy_every + seconds / step_s
+            copies = math.floor((done + 1e-9) / costs.copy_every)  # 1e-9: as in `_discard`
+            left = max(done - copies * costs.copy_every, 0.0)
+            return seconds, left * step_s if copies else seconds, copies > 0
+        interval_s, cycle_s = costs.checkpoint_interval_s, costs.checkpoint_interval_s + costs.checkpoint_save_s
+        if math.isinf(interval_s):
+            return seconds, seconds, False
+        before, after = self._cycle_s, self._cycle_s + seconds
+        saves = math.floor(after / cycle_s)
+        self._cycle_s = after - saves * cycle_s
+        since_s = min(self._cycle_s, interval_s)
+        running_s = saves * interval_s + since_s - min(before, interval_s)
+        return running_s, since_s if saves else running_s, saves > 0
 
     def _look(self) -> Rates:
         """Rates of the replicas that the present health allows."""

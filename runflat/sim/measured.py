@@ -20,7 +20,7 @@ FIELD_OF_PHASE: Mapping[str, str] = {
     "selftest": "warm_up_s",
     "copy": "warm_up_s",
 }
-"""Which cost a phase of an incident belongs to."""
+"""Which cost a phase of an incident belongs to; after a restart all but the first belong to that."""
 
 NO_COST = frozenset({"start", "replay"})
 """Phases that a simulation works out by itself."""
@@ -61,10 +61,11 @@ def _seconds(row: Mapping[str, object], key: str, where: str) -> Mapping[str, fl
     return {str(name): float(value) for name, value in values.items()}
 
 
-def measured_costs(runs: Sequence[Path]) -> RecoveryConfig:
+def measured_costs(runs: Sequence[Path], copy_every: int = 0) -> RecoveryConfig:
     """What recorded runs cost: medians of their recovery phases, and of the seconds before the first step.
 
     Joining and saving cost nothing where the runs do not show it; other phases that they lack have their defaults.
+    ``copy_every`` is the runs' ``train.memory_every``.
 
     Raises:
         TraceError: as `read_incidents` and `measured_recovery` do.
@@ -74,7 +75,7 @@ def measured_costs(runs: Sequence[Path]) -> RecoveryConfig:
         with (run / "steps.jsonl").open(encoding="utf-8") as lines:
             first = json.loads(next(lines))
         started_s.append(first["time_s"] - first["step_s"])
-    base = RecoveryConfig(join_s=0, checkpoint_save_s=0, start_s=statistics.median(started_s))
+    base = RecoveryConfig(join_s=0, checkpoint_save_s=0, start_s=statistics.median(started_s), copy_every=copy_every)
     return measured_recovery(read_incidents(run / "events.jsonl" for run in runs), base)
 
 
@@ -91,10 +92,15 @@ def measured_recovery(incidents: Sequence[Mapping[str, float]], base: RecoveryCo
     sums: dict[str, list[float]] = {}
     for phases in incidents:
         totals: dict[str, float] = {}
+        known = (
+            dict.fromkeys(FIELD_OF_PHASE, "restart_s") | {"detect": "detect_s"}
+            if "restart" in phases
+            else FIELD_OF_PHASE
+        )
         for name, seconds in phases.items():
             if name in NO_COST:
                 continue
-            field = FIELD_OF_PHASE.get(name)
+            field = known.get(name)
             if field is None:
                 raise TraceError(f"an incident has the unknown phase {name!r}; known: {', '.join(FIELD_OF_PHASE)}")
             totals[field] = totals.get(field, 0.0) + seconds

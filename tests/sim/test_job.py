@@ -61,6 +61,21 @@ def test_a_restart_falls_back_to_the_checkpoint() -> None:
     assert idle == pytest.approx(3 * (DAY_S - 778))
 
 
+def test_a_restart_falls_back_to_the_newest_copy_in_memory() -> None:
+    """Catches a prediction that goes back to the start, and copies counted by seconds where the rate has changed."""
+    events = parse_events("""[{"event": "kill", "device": "1:2", "step": 10, "phase": "commit"},
+                              {"event": "kill", "device": "0:1", "step": 17, "phase": "commit"}]""")
+    costs = RecoveryConfig(detect_s=1, restart_s=4, copy_every=5, checkpoint_save_s=0)
+    three = JobConfig(tp=4, dp=3, local_batch=8, step_s=8)
+    asked = config(job=three, recovery=costs)
+    result = replay(asked, "restart", events, num_steps=20)
+    # One step is repeated from the copy of step 10, three from that of step 15, at half and a third of the rate.
+    healthy_s = 8.0
+    assert result.wall_s == pytest.approx(11 * healthy_s + 5 + 8 * healthy_s * 1.5 + 5 + 5 * healthy_s * 3)
+    replayed_s = healthy_s * 12 + 3 * healthy_s * 1.5 * 8
+    assert result.totals.ledger.device_s[Category.REPLAY] == pytest.approx(replayed_s)
+
+
 def test_a_second_fault_during_recovery_starts_it_again() -> None:
     """Catches two recoveries that add up, or a second fault that costs nothing."""
     rows = [(700.0, math.inf, 5, "x"), (704.0, math.inf, 1, "x")]
