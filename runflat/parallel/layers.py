@@ -48,13 +48,13 @@ class _ToTensorParallel(torch.autograd.Function):
 
 
 class _FromTensorParallel(torch.autograd.Function):
-    """g: all-reduce in forward, identity in backward."""
+    """g: all-reduce in forward, in place, identity in backward."""
 
     @staticmethod
     def forward(ctx: Any, partial: torch.Tensor, group: Group) -> torch.Tensor:
-        total = partial.clone(memory_format=torch.contiguous_format)
-        group.all_reduce(total)
-        return total
+        ctx.mark_dirty(partial)
+        group.all_reduce(partial)
+        return partial
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -70,7 +70,7 @@ def to_tensor_parallel(hidden: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def from_tensor_parallel(partial: torch.Tensor, group: Group) -> torch.Tensor:
-    """The sum over the group of `partial`, the output of a row-split layer."""
+    """The sum over the group of `partial`, the output of a row-split layer: contiguous, and nobody else's."""
     if group.size == 1:
         return partial
     result: torch.Tensor = _FromTensorParallel.apply(partial, group)
