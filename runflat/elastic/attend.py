@@ -118,7 +118,6 @@ class Attendant:
 
     def _serve(self, connection: socket.socket, door: Endpoint) -> tuple[bool, str | None]:
         """Do what the controller says until it is gone: whether the run is over, or why we are to call again."""
-        self.say(f"connected to the controller at {door}")
         store_host = str(connection.getpeername()[0])
         ours = str(connection.getsockname()[0])
         upward = Stream(connection)
@@ -140,6 +139,7 @@ class Attendant:
                     if isinstance(word, Signal) and self._child is not None:
                         self._child.process.send_signal(signal.Signals(word.number))
                     elif isinstance(word, Launch):
+                        self.say(f"drives {word.device} for the controller at {door}, start {word.incarnation}")
                         self._launch(word, (store_host, word.store_port), ours)
                 self._pass_on(upward)
             return False, None
