@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from runflat.commands.plan_sync import SyncReport, compare_modes, modes_json
 from runflat.plan.cost import Memory, Traffic, device_memory, device_traffic, loads
 from runflat.plan.plan import Place, Plan
 from runflat.plan.planner import build_plan, live_devices
@@ -93,6 +94,7 @@ class Report:
     groups: tuple[GroupReport, ...]
     moves: tuple[Transfer, ...] | None
     lost: Mapping[str, tuple[int, ...]]
+    modes: tuple[SyncReport, ...]
 
     @property
     def element_bytes(self) -> int:
@@ -118,7 +120,8 @@ def report(args: PlanArgs, spec: ModelSpec, seq_len: int, live: Mapping[Place, s
     healthy = build_plan(spec, live_devices(args.tp, args.replicas, ()), args.tp, sequences, seq_len)
     plan = build_plan(spec, live, args.tp, sequences, seq_len, healthy, generation=1) if args.dead else healthy
     element_bytes = ELEMENT_BYTES[args.dtype]
-    layout = sync_layout(spec, plan, max(1, int(args.bucket_mb * 2**20)), element_bytes)
+    bucket_bytes = max(1, int(args.bucket_mb * 2**20))
+    layout = sync_layout(spec, plan, bucket_bytes, element_bytes)
     how = (args.micro_batch, element_bytes, COMPUTE_BYTES[args.dtype], args.activation_checkpointing)
     devices = []
     for replica in plan.replicas:
@@ -138,7 +141,8 @@ def report(args: PlanArgs, spec: ModelSpec, seq_len: int, live: Mapping[Place, s
     lost = lost_units(spec, healthy, plan)
     moves = None if lost else transfers(spec, healthy, plan, MOVED_COPIES * element_bytes)
     groups = _groups(spec, plan, layout, element_bytes)
-    return Report(args, spec, seq_len, plan, layout, tuple(devices), groups, moves, lost)
+    modes = compare_modes(spec, plan, bucket_bytes, element_bytes)
+    return Report(args, spec, seq_len, plan, layout, tuple(devices), groups, moves, lost, modes)
 
 
 def _groups(spec: ModelSpec, plan: Plan, layout: SyncLayout, element_bytes: int) -> tuple[GroupReport, ...]:
@@ -193,6 +197,7 @@ def as_json(found: Report) -> dict[str, Any]:
             }
             for group in found.groups
         ],
+        "sync_modes": modes_json(found.modes),
         "replicated": {
             "num_params": len(found.layout.replicated),
             "bytes": found.layout.replicated_numel * found.element_bytes,

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from runflat.commands.plan_report import MOVED_COPIES, DeviceReport, GroupReport, Report
+from runflat.commands.plan_sync import mode_cells
 from runflat.plan.assignment import base_assignment
 from runflat.plan.plan import Place, ReplicaPlan
 from runflat.plan.sync_groups import MAX_COMMUNICATORS
@@ -46,7 +47,7 @@ def show(found: Report, console: Console | None = None) -> None:
         console.print(f"{len(replicas) - MAX_DETAILED} more kinds of replica: --json lists every assignment.\n")
     for line in _transfer_lines(found):
         console.print(line)
-    for table in (_memory_table(found), _traffic_table(found), _sync_table(found)):
+    for table in (_memory_table(found), _traffic_table(found), _modes_table(found), _sync_table(found)):
         console.print(table)
         console.print()
     for line in _sync_lines(found):
@@ -240,6 +241,16 @@ def _traffic_table(found: Report) -> Table:
     devices = sorted(found.devices, key=lambda device: -device.traffic.total_bytes)
     table.caption = "comms: communicators, with those of all devices and of the replica; launches: collectives"
     return _fill(table, devices, cells)
+
+
+def _modes_table(found: Report) -> Table:
+    columns = ("mode", "replicas", "most", "network", "domain", "all", "messages", "comms")
+    table = _table("Gradient exchange, MiB sent per step", *columns, left=2)
+    for mode in found.modes:
+        table.add_row(*mode_cells(mode, _mib))
+    table.caption = "most: by one device; network, domain: to other replicas, inside its own"
+    table.caption_justify = "left"
+    return table
 
 
 def _fill(table: Table, devices: list[DeviceReport], cells: Callable[[DeviceReport], tuple[str, ...]]) -> Table:

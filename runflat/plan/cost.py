@@ -148,14 +148,8 @@ def device_traffic(
             loss = size * (seq_len - 1) * 3
             tp_bytes += all_reduce_bytes(hidden * (compute_bytes or bytes_per_element) + loss * bytes_per_element, tp)
             launches += sums + 2
-    sync_bytes = 0.0
-    for total in layout.totals_of(place):
-        sync_bytes += all_reduce_bytes(total.numel * bytes_per_element, len(total.members))
-        launches += total.num_buckets
-    if layout.exchange:
-        sync_bytes += layout.exchange_numel(place) * bytes_per_element
-        launches += 1
-    reshard_bytes = float(layout.moved_numel(place) * bytes_per_element)
+    sync_bytes, reshard_bytes = exchange_bytes(layout, place, bytes_per_element)
+    launches += sum(total.num_buckets for total in layout.totals_of(place)) + bool(layout.exchange)
     launches += 2 * sum(replica == place[0] for _, replica in layout.resharded)
     replicated = scalars = 0.0
     if world > 1:
@@ -163,6 +157,15 @@ def device_traffic(
         scalars = all_reduce_bytes(NUM_SCALARS * SCALAR_BYTES, world)
         launches += 2
     return Traffic(launches, tp_bytes, sync_bytes, reshard_bytes, replicated, scalars)
+
+
+def exchange_bytes(layout: SyncLayout, place: Place, bytes_per_element: int) -> tuple[float, float]:
+    """Bytes that `place` sends in one step for the gradients of what is split: to other replicas, inside its own."""
+    reduced = sum(
+        all_reduce_bytes(total.numel * bytes_per_element, len(total.members)) for total in layout.totals_of(place)
+    )
+    exchanged = layout.exchange_numel(place) * bytes_per_element
+    return float(reduced + exchanged), float(layout.moved_numel(place) * bytes_per_element)
 
 
 def exchange_messages(layout: SyncLayout, place: Place) -> int:

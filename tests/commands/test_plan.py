@@ -12,7 +12,7 @@ from runflat.cli import run
 from runflat.plan.plan import plan_from_json
 
 ISSUE = ["--tp", "8", "--replicas", "4", "--dead", "1:3", "--dead", "2:0", "--dead", "2:5"]
-KEYS = {"model", "layout", "plan", "replicas", "devices", "transfers", "sync_groups", "replicated"}
+KEYS = {"model", "layout", "plan", "replicas", "devices", "transfers", "sync_groups", "sync_modes", "replicated"}
 
 
 def plan(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -53,6 +53,24 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert in_groups + found["replicated"]["bytes"] == 4 * found["model"]["num_params"]
 
 
+def test_modes_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a comparison whose modes are mixed up, and keys that the documentation does not name.
+
+    One of eight devices dead: in `direct` a healthy device sends 0.75 of what it sends in `reshard`, and nothing inside
+    its replica, but more and smaller messages.
+    """
+    modes = planned(capsys, "--model", "llama3-70b", "--tp", "8", "--replicas", "2", "--dead", "1:3")["sync_modes"]
+    found = {(mode["sync"], mode["devices"]): mode for mode in modes}
+    direct, reshard = found["direct", "full"], found["reshard", "full"]
+    assert direct["max_bytes"] <= 0.80 * reshard["max_bytes"]
+    assert direct["max_domain_bytes"] == 0 < reshard["max_domain_bytes"]
+    assert direct["max_messages"] > reshard["max_messages"]
+    assert direct["max_communicators"] > reshard["max_communicators"] == 4
+    assert [mode["num_devices"] for mode in modes] == [8, 7, 8, 7]
+    text = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
+    assert [key for key in direct if f"`{key}`" not in text] == []
+
+
 def test_documented_keys() -> None:
     """Catches a top-level key without a line in the documentation."""
     text = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
@@ -64,7 +82,15 @@ def test_tables_fit(columns: str, capsys: pytest.CaptureFixture[str], monkeypatc
     """Catches a section that is missing, and lines that a narrow terminal breaks."""
     monkeypatch.setenv("COLUMNS", columns)
     out = plan(capsys, "--model", "llama3-70b", *ISSUE)
-    for title in ("Replicas", "Units of replicas 0, 3", "To move", "GiB per device", "MiB sent per", "Sync groups"):
+    for title in (
+        "Replicas",
+        "Units of replicas 0, 3",
+        "To move",
+        "GiB per device",
+        "MiB sent per",
+        "Gradient exchange",
+        "Sync groups",
+    ):
         assert title in out
     assert max(map(len, out.splitlines())) <= int(columns)
     if columns == "80":

@@ -121,6 +121,24 @@ def test_two_failures_and_a_return_change_nothing(live: Any) -> None:
     assert summary["changes"][0]["stopped_s"] <= 1.0
 
 
+def test_a_loss_and_a_return_where_gradients_are_resharded(live: Any) -> None:
+    """Catches groups for resharding that are those of the last plan, and gradients fed to a newcomer unsummed."""
+    layout = (
+        f"--layout.tp 2 --layout.replicas 2 --train.global-batch {BATCH} --train.steps {STEPS} {EXACT} --sync reshard"
+    )
+    events = [
+        {"event": "kill", "device": "1:1", "step": 3, "phase": "sync"},
+        {"event": "return", "device": "1:1", "step": 5},
+    ]
+    whole = live.train("whole", layout).watch
+    ran = live.train("hurt", f"{layout} --devices emulated --device.rate-tflops 3e-4", events)
+    assert (ran.code, ran.error) == (0, None)
+    check_same(ran.watch, whole)
+    check_books(ran.watch, 4)
+    assert [incident["devices"] for incident in ran.summary["incidents"]] == [["1:1"]]
+    assert [change["joined"] for change in ran.summary["changes"]] == [["1:1"]]
+
+
 def test_three_replicas_at_three_degrees(live: Any) -> None:
     """Catches a fault that comes while another is dealt with, and shares that do not fit the degrees.
 
