@@ -1,4 +1,4 @@
-"""Workers that something else starts: strangers at the door; a worker, a node, a new node; in real processes."""
+"""Workers that something else starts, in real processes: strangers at the door, a lost worker."""
 
 from __future__ import annotations
 
@@ -138,39 +138,5 @@ def test_strangers_and_a_lost_worker(live: Any, stack: contextlib.ExitStack) -> 
     site.node("b", 3)
     site.until_active("1:1")
     site.go_on()
-    site.end()
-    check_result(live, site, layout)
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(900)
-def test_a_worker_a_node_and_a_new_node(live: Any, stack: contextlib.ExitStack) -> None:
-    """Catches a node whose loss stops the job or is not borne by the spare node, and a new node that nobody uses."""
-    layout = "--layout.tp 4 --layout.replicas 2"
-    site = Site(live, f"{layout} {EXACT} {PACED} --spares 4 --on-failure spare,ntp,drop", stack)
-    spares = ("s0", "s1", "s2", "s3")
-    for name, first in {"a": 0, "b": 4, "c": 8}.items():
-        site.node(name, *range(first, first + 4))
-    site.watch.reached(3, PATIENCE_S)
-    until("the spares", lambda: {site.watch.state(device) for device in spares} == {"standby"}, PATIENCE_S)
-
-    os.kill(site.watch.pid("0:2"), signal.SIGKILL)
-    until("the loss", lambda: len(site.watch.happened("fail")) == 1, PATIENCE_S)
-    site.until_active("0:2")
-    site.go_on()
-    assert [3, 4] in site.degrees(), "a spare of another node must not sit in replica 0"
-
-    site.lose(4, 5, 6, 7)
-    site.until_active(*spares)
-    site.go_on()
-    assert site.degrees()[-1] == [4, 4]
-
-    site.node("d", 4, 5, 6, 7)
-    until("the new node", lambda: site.watch.state("1:3") == "standby", PATIENCE_S)
-    site.lose(8, 9, 10, 11)
-    site.until_active(*(f"1:{slot}" for slot in range(4)))
-    site.go_on()
-    for rank in range(8, 12):
-        del site.workers[rank]
     site.end()
     check_result(live, site, layout)
