@@ -134,8 +134,8 @@ class DataSection(Section):
     """The text, its tokens, and what is held out."""
 
     paths: tuple[str, ...] = ()
-    """Files of text or of token ids (.bin), folders that are searched for text, glob patterns; none: the source code of
-    Python's library."""
+    """Files of text or of token ids (.bin), folders that are searched for text or that `datasets` saved, glob patterns;
+    none: the source code of Python's library."""
     weights: tuple[float, ...] = ()
     """Share of the samples that comes from each entry of paths, in any unit, to a thousandth; none: all text is one
     source."""
@@ -147,7 +147,8 @@ class DataSection(Section):
     train_tokenizer: Annotated[int | None, tyro.conf.arg(aliases=("--train-tokenizer",))] = Field(default=None, ge=257)
     """Learn a tokenizer of this many ids (byte-level BPE) from the text; the model's vocabulary follows it."""
     field: str | None = None
-    """Field of the lines of .jsonl files that holds the text, each a document; none: .jsonl is plain text."""
+    """Field of the lines of .jsonl files that holds the text, each a document; none: .jsonl is plain text. Of a
+    table that `datasets` saved the column; none: text."""
     id_type: Literal["uint16", "uint32"] = "uint16"
     """Type of the token ids in .bin files, which are taken as they are."""
     seq_len: int = Field(default=128, ge=2)

@@ -1,7 +1,7 @@
-"""What stands in a source of training data: text, JSON lines with a field of text, or token ids.
+"""What stands in a source of training data: text, JSON lines or tables with a field of text, or token ids.
 
-A *document* is a text file, or a line of a .jsonl file where a field is named. A .bin file has token ids,
-little-endian, with whatever separators its writer put between documents.
+A *document* is a text file, a line of a .jsonl file where a field is named, or a row of a table that `datasets` saved.
+A .bin file has token ids, little-endian, with whatever separators its writer put between documents.
 """
 
 from __future__ import annotations
@@ -16,17 +16,23 @@ import numpy as np
 import numpy.typing as npt
 
 from runflat.errors import DataError
-from runflat.train.sources import TextFile, is_text, read_pieces, text_pieces
+from runflat.train.sources import TABLE_SUFFIX, TextFile, is_text, read_pieces, text_pieces
 
 IdType = Literal["uint16", "uint32"]
 ID_SUFFIX = ".bin"
 LINES_SUFFIX = ".jsonl"
 _CHUNK_IDS = 1 << 20
+_ROWS = 256
+DEFAULT_FIELD = "text"
+"""Column of a table, where no field is named."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How sources are read: the field of JSON lines that is the text (none: they are plain text), the type of ids."""
+    """How sources are read: the field of JSON lines that is the text (none: they are plain text), the type of ids.
+
+    The field names the column of a table too (none: `DEFAULT_FIELD`).
+    """
 
     field: str | None = None
     id_type: IdType = "uint16"
@@ -41,8 +47,10 @@ def documents(file: TextFile, reading: Reading) -> Iterator[Iterator[str]] | Non
     """The documents of a source of text, each in pieces; None if it is not text, or cannot be opened.
 
     Raises:
-        DataError: while a document is read: a line that is no JSON object with the field.
+        DataError: while a document is read: a line that is no JSON object with the field, a table without the column.
     """
+    if file.path.suffix == TABLE_SUFFIX:
+        return _rows(file.path, reading.field or DEFAULT_FIELD)
     if not is_text(file.path):
         return None
     if reading.field is not None and file.path.suffix.lower() == LINES_SUFFIX:
@@ -55,6 +63,32 @@ def _lines(path: Path, field: str) -> Iterator[Iterator[str]]:
         for number, line in enumerate(stream, 1):
             if line.strip():
                 yield text_pieces(_text_of(path, number, line, field))
+
+
+def _rows(path: Path, field: str) -> Iterator[Iterator[str]]:
+    """The texts of a column, read through a memory map."""
+    try:
+        from datasets import Dataset, Value
+    except ImportError as error:
+        raise DataError(
+            f"{path} is a table that `datasets` saved, and that library is not installed: "
+            f"pip install 'runflat[datasets]'."
+        ) from error
+    try:
+        table = Dataset.from_file(str(path))
+    except (OSError, ValueError) as error:  # pyarrow's errors are ValueErrors
+        raise DataError(
+            f"The table {path} cannot be read ({error}). Save the dataset again with save_to_disk."
+        ) from error
+    if table.features.get(field) not in (Value("string"), Value("large_string")):
+        raise DataError(
+            f"The table {path} has no text in the column {field!r}; its columns are {', '.join(table.column_names)}. "
+            f"Name the one that holds the text with data.field."
+        )
+    for batch in table.select_columns([field]).iter(batch_size=_ROWS):
+        for text in batch[field]:
+            if text:
+                yield text_pieces(text)
 
 
 def _text_of(path: Path, number: int, line: str, field: str) -> str:

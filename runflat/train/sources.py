@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import glob
 import io
+import json
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,6 +26,7 @@ TEXT_SUFFIXES = frozenset((
 # Folders of the standard library that hold no library text: tests, and copies of what stands elsewhere.
 _STDLIB_SKIPPED = frozenset({"dist-packages", "idlelib", "lib2to3", "site-packages", "test", "tests"})
 _CHUNK_BYTES = 1 << 20
+TABLE_SUFFIX = ".arrow"
 
 
 @dataclass(frozen=True)
@@ -46,11 +48,12 @@ def find_text_files(paths: Sequence[str]) -> tuple[TextFile, ...]:
     """Files behind files, folders and glob patterns, each once, in an order that the machine does not influence.
 
     The entries keep their order; inside a folder or pattern files are ordered by relative path. Folders are searched
-    recursively for `TEXT_SUFFIXES`, without hidden entries. No entry at all means the source code of the running
+    recursively for `TEXT_SUFFIXES`, without hidden entries; one that `datasets` saved is its tables, in their order (of
+    several splits name the one to take). No entry at all means the source code of the running
     Python's standard library. Files that are not text are found too: only reading tells.
 
     Raises:
-        DataError: an entry that does not exist, or no file at all.
+        DataError: an entry that does not exist, a saved dataset that is damaged or has splits, or no file at all.
     """
     found: dict[Path, None] = {}
     for path in (path for entry in paths for path in _expand(entry)) if paths else _standard_library():
@@ -113,7 +116,7 @@ def _pieces(stream: TextIO) -> Iterator[str]:
 def _expand(entry: str) -> Iterable[Path]:
     path = Path(entry).expanduser()
     if path.is_dir():
-        return _in_folder(path, TEXT_SUFFIXES, frozenset())
+        return _tables(path) or _in_folder(path, TEXT_SUFFIXES, frozenset())
     if path.is_file():
         return [path]
     if glob.has_magic(entry):
@@ -122,6 +125,33 @@ def _expand(entry: str) -> Iterable[Path]:
         f"data.paths names {entry}, which is neither a file nor a folder (looked for at {path.absolute()}). Relative "
         f"paths start at the directory that runflat was started in."
     )
+
+
+def _tables(folder: Path) -> list[Path]:
+    """The tables of a folder that `datasets.Dataset.save_to_disk` wrote, in their order; none for another folder."""
+    if (folder / "dataset_dict.json").is_file():
+        splits = sorted(part.name for part in folder.iterdir() if (part / "state.json").is_file())
+        raise DataError(
+            f"data.paths names {folder}, which `datasets` saved with the splits {', '.join(splits)}. Name the one to "
+            f"train on, such as {folder / (splits or ['train'])[0]}."
+        )
+    state = folder / "state.json"
+    if not (state.is_file() and (folder / "dataset_info.json").is_file()):
+        return []
+    try:
+        tables = [folder / part["filename"] for part in json.loads(state.read_text(encoding="utf-8"))["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"data.paths names {folder}, and its state.json is not as `datasets` writes it ({error!r}). Save the "
+            f"dataset again with save_to_disk."
+        ) from error
+    for table in tables:
+        if table.suffix != TABLE_SUFFIX or not table.is_file():
+            raise DataError(
+                f"data.paths names {folder}, whose state.json lists {table.name}, and no such table is there. Copy the "
+                f"whole folder, or save the dataset again with save_to_disk."
+            )
+    return tables
 
 
 def _in_folder(root: Path, suffixes: frozenset[str], skipped: frozenset[str]) -> list[Path]:

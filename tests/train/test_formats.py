@@ -46,6 +46,45 @@ def test_each_line_is_a_document(tmp_path: Path) -> None:
     assert np.load(plain.token_file).tolist() == [*path.read_bytes(), END]
 
 
+def saved(folder: Path, **columns: list[object]) -> Path:
+    """A folder as `datasets` saves it, of two tables."""
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_dict(columns).save_to_disk(str(folder), num_shards=2)
+    return folder
+
+
+def test_each_row_of_a_saved_dataset_is_a_document(tmp_path: Path) -> None:
+    """Catches tables in another order than listed, a column that nobody asked for, and empty rows as documents."""
+    folder = saved(tmp_path / "rows", text=["ab\nc", "", "ä"], other=["x", "y", "z"])
+    corpus = make(tmp_path, [folder], Reading())
+    assert np.load(corpus.token_file).tolist() == [*b"ab\nc", END, *"ä".encode(), END]
+    state = json.loads((folder / "state.json").read_text())
+    state["_data_files"].reverse()
+    (folder / "state.json").write_text(json.dumps(state))
+    turned = make(tmp_path, [folder], Reading("other"))
+    assert np.load(turned.token_file).tolist() == [*b"z", END, *b"x", END, *b"y", END]
+
+
+def test_a_dataset_that_cannot_be_taken_says_why(tmp_path: Path) -> None:
+    """Catches a traceback of another library, splits that are mixed, and a table that is left out in silence."""
+    datasets = pytest.importorskip("datasets")
+    folder = saved(tmp_path / "rows", body=["ab", "cd"], size=[1, 2])
+    for reading in (Reading(), Reading("size")):
+        with pytest.raises(DataError, match="its columns are body, size"):
+            make(tmp_path, [folder], reading)
+    datasets.DatasetDict({"train": datasets.load_from_disk(str(folder))}).save_to_disk(str(tmp_path / "splits"))
+    with pytest.raises(DataError, match=r"with the splits train\. Name the one"):
+        make(tmp_path, [tmp_path / "splits"], Reading("body"))
+    first, second = sorted(folder.glob("*.arrow"))
+    second.write_bytes(second.read_bytes()[:100])
+    with pytest.raises(DataError, match="cannot be read"):
+        make(tmp_path, [folder], Reading("body"))
+    first.unlink()
+    with pytest.raises(DataError, match="no such table is there"):
+        make(tmp_path, [folder], Reading("body"))
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
