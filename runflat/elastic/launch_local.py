@@ -118,6 +118,9 @@ class LocalWorkers:
             del self._connections[device]
         process = self._processes.pop((device, incarnation))
         process.join(END_TIMEOUT_S)
+        if process.is_alive():  # nobody can reach it any more, so it must not outlive its channel
+            process.kill()
+            process.join(END_TIMEOUT_S)
         return Exited(incarnation=incarnation, code=process.exitcode)
 
     def pid(self, device: str) -> int | None:
