@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from runflat.errors import RunError
 
@@ -94,24 +93,40 @@ class Order:
 
     def __init__(self, num_sequences: int, num_holdout: int, seed: int):
         """`num_sequences` whole sequences, of which `num_holdout` are held out."""
-        shuffled = permutation(num_sequences, seed, 0)
-        held_out = set(shuffled[:num_holdout].tolist())
-        self._train = np.array([index for index in range(num_sequences) if index not in held_out], np.int64)
+        held_out = {permuted(number, num_sequences, seed, 0) for number in range(num_holdout)}
+        self._train = [index for index in range(num_sequences) if index not in held_out]
         self._seed = seed
-        self._passes: dict[int, npt.NDArray[np.int64]] = {}
 
     def sequence(self, sample: int) -> int:
         """Index of the sequence behind a sample number."""
         number, offset = divmod(sample, len(self._train))
-        if number not in self._passes:
-            self._passes[number] = self._train[permutation(len(self._train), self._seed, 1, number)]
-        return int(self._passes[number][offset])
+        return self._train[permuted(offset, len(self._train), self._seed, 1, number)]
 
 
-def permutation(count: int, *seeds: int) -> npt.NDArray[np.int64]:
-    """Order of the raw draws of PCG64 seeded by `seeds`."""
-    draws = np.random.PCG64(np.random.SeedSequence(list(seeds))).random_raw(count)
-    return np.argsort(draws, kind="stable").astype(np.int64)
+ROUNDS = 8
+LEAST_BITS = 4
+"""Of each half of a number."""
+ALL_BITS = (1 << 64) - 1
+
+
+def permuted(number: int, count: int, *seeds: int) -> int:
+    """Where a permutation of 0 .. count-1 takes `number`: a Feistel network, keyed by `seeds`, walked until inside."""
+    half = max(LEAST_BITS, -(-max(count - 1, 1).bit_length() // 2))
+    keys = [int(key) for key in np.random.SeedSequence(list(seeds)).generate_state(ROUNDS, np.uint64)]
+    place = count
+    while place >= count:
+        left, right = divmod(number, 1 << half)
+        for key in keys:
+            left, right = right, left ^ splitmix(right ^ key) % (1 << half)
+        place = number = left << half | right
+    return place
+
+
+def splitmix(value: int) -> int:
+    """The finalizer of splitmix64."""
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & ALL_BITS
+    value = (value ^ value >> 27) * 0x94D049BB133111EB & ALL_BITS
+    return value ^ value >> 31
 
 
 def read_books(run: Path) -> Books:
