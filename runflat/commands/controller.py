@@ -27,7 +27,7 @@ calls; the rank says which device it drives: the slots of replica 0, those of re
 run's folder must be at the same path on all machines.
 
 NETWORK
-Example: runflat controller examples/demo.toml --run runs/demo --listen eth0:29500
+Example: runflat controller examples/demo.toml --run runs/job --listen eth0:29500
 """.replace("NETWORK", FLAGS + "\n")
 
 

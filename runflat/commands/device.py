@@ -17,7 +17,7 @@ DESCRIPTION = """Ask something of one device of a running job.
 drain: it finishes the step and leaves. kill: its process is killed. return: a device that drained, was killed or stays
 out starts again and joins at a step boundary, when it has been tested and fed.
 
-Example: runflat device runs/demo 1:3 drain
+Example: runflat device runs/demo/hurt 1:3 drain
 """
 
 

@@ -18,7 +18,7 @@ DESCRIPTION = """List the devices of a run, running or not: state, place, what e
 States: starting, standby (tested, waits to join), active, draining, lost, parked (healthy, no work), out (failed too
 often: until `runflat device RUN ID return`).
 
-Example: runflat devices runs/demo
+Example: runflat devices runs/demo/hurt
 """
 
 

@@ -221,7 +221,8 @@ def write_config(prepared: Prepared) -> None:
     run, config = prepared.run, prepared.config
     from runflat.train.export import keep_model
 
-    (run / "config.json").write_text(config.model_dump_json(indent=2) + "\n")
+    loop = {"loop": prepared.job.loop} if prepared.job.loop else {}
+    (run / "config.json").write_text(json.dumps(config.model_dump(mode="json") | loop, indent=2) + "\n")
     keep_model(run, prepared.job.hf_config, prepared.spec.name, tokenizer_of(config, run))
     steps = run / "steps.jsonl"
     start = prepared.checkpoint.progress.step if prepared.checkpoint else 0

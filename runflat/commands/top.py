@@ -30,7 +30,7 @@ waited for, the last incidents.
 Keys: d drains and r returns a device, after a confirmation; q ends the view, not the job. Where the output is no
 terminal, the present state is printed once.
 
-Example: runflat top runs/demo
+Example: runflat top runs/demo/hurt
 """
 TICK_S = 0.25
 

@@ -37,7 +37,7 @@ runflat train [CONFIG.toml] [flags]; a flag wins over the file. With nothing giv
 of this Python's standard library.
 
 WATCHING
-Example: runflat train examples/demo.toml --run runs/demo --layout.dead 0:1
+Example: runflat train examples/demo.toml --run runs/job --layout.dead 0:1
 """.replace("WATCHING", FLAGS + "\n")
 INTERRUPTED = 130
 NO_GOODPUT = "workers share this machine's cores, so that they run faster when others die; use emulated devices"
@@ -74,15 +74,22 @@ def _resumed_config(run: Path) -> TrainConfig:
     path = run / "config.json"
     try:
         saved = json.loads(path.read_text())
+        loop = saved.pop("loop", None)
         saved["layout"]["dead"] = []
         saved["train"]["stop_after"] = 0
-        return TrainConfig.model_validate(saved | {"resume": str(run), "run": None, "inject": None})
+        config = TrainConfig.model_validate(saved | {"resume": str(run), "run": None, "inject": None})
     except (OSError, ValueError, LookupError, TypeError) as error:
         # pydantic's ValidationError is a ValueError of many lines.
         reason = f"{error}" if isinstance(error, OSError) else "it is not the configuration of a run"
         raise CheckpointError(
             f"{run} cannot be resumed: {path} is not usable ({reason}). Name a run's folder."
         ) from error
+    if loop:
+        raise CheckpointError(
+            f"{run} was trained by the loop {loop}, whose data runflat does not have. Go on with that program: give "
+            f"its launch resume={str(run)!r}."
+        )
+    return config
 
 
 def _describe(prepared: Prepared, view: ProgressView) -> None:
@@ -277,6 +284,10 @@ def _conclude(prepared: Prepared, summary: dict[str, Any], view: ProgressView) -
         (f"profile:    {profile}\n" if profile else "") + f"steps:      {run / 'steps.jsonl'}\n"
         f"summary:    {run / 'summary.json'}\n"
         f"checkpoint: {summary['checkpoint']}\n"
-        f"go on with: runflat train --resume {run}"
-        + ("" if summary["stopped"] else f" --train.steps {2 * summary['step']}")
+        + (
+            f"go on with: your loop, launched with resume={str(run)!r}"
+            if prepared.job.loop
+            else f"go on with: runflat train --resume {run}"
+            + ("" if summary["stopped"] else f" --train.steps {2 * summary['step']}")
+        )
     )

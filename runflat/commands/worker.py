@@ -23,7 +23,7 @@ Start one for each device, with anything that sets torchrun's variables: RANK (o
 LOCAL_RANK (or SLURM_LOCALID) which GPU of the machine. It waits for the controller, starts the worker process, starts
 it again when the controller wants, and ends with code 0 when the run is over. When it is killed, start it again.
 
-Example: RANK=3 LOCAL_RANK=3 runflat worker --run runs/demo
+Example: RANK=3 LOCAL_RANK=3 runflat worker --run runs/job
 """
 
 

@@ -133,17 +133,21 @@ class RunData:
 
 @dataclass
 class _Kept:
-    """Rows of one file, with their session: time that goes back begins a new one."""
+    """Rows of one file, with their session: time that goes back begins a new one, and so does a second start."""
 
     bad: list[str] = field(default_factory=list)
     num_bad: int = 0
     sessions: list[float] = field(default_factory=lambda: [0.0])
     """Last time of each session."""
+    started: bool = False
+    """Whether the session has said that it starts; a ledger may stand before that where workers are slow to come."""
 
     def session(self, time_s: float, *, begins: bool = False) -> int:
         """The session of a row with this time."""
-        if (begins and self.sessions[-1] > 0) or time_s < self.sessions[-1] - 1.0:
+        if (begins and self.started) or time_s < self.sessions[-1] - 1.0:
             self.sessions.append(0.0)
+            self.started = False
+        self.started = self.started or begins
         self.sessions[-1] = max(self.sessions[-1], time_s)
         return len(self.sessions) - 1
 

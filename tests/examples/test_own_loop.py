@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from runflat.commands.train import parse
+from runflat.errors import CheckpointError
+
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "own_loop"
 
@@ -66,3 +69,5 @@ def test_same_losses_with_a_failure_as_the_plain_loop(tmp_path: Path) -> None:
     assert [record["generation"] for record in records][-1] > records[0]["generation"]
     # transformers rounds norms and softmax to float32, also in a float64 model.
     assert [record["loss"] for record in records] == pytest.approx(expected, rel=2e-5)
+    with pytest.raises(CheckpointError, match="was trained by the loop"):
+        parse(["--resume", str(tmp_path / "run")])  # it would go on with the text that runflat has

@@ -96,3 +96,15 @@ def test_sessions_follow_each_other_in_time(make_run: MakeRun, tmp_path: Path) -
     assert times == sorted(times)
     assert [row.started_s for row in data.incidents] == [5.2, 15.2]
     assert data.ledgers[-1].time_s == 20.0
+
+
+def test_a_ledger_before_the_start_is_no_session(make_run: MakeRun, tmp_path: Path) -> None:
+    """Catches a run that seems to have been resumed because its workers were slow to come."""
+    folder = make_run(tmp_path / "slow")
+    path = folder / "events.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    start = next(i for i, row in enumerate(rows) if row.get("record") == "plan" and row.get("action") == "start")
+    early = {**next(row for row in rows if row.get("record") == "ledger"), "time_s": rows[start]["time_s"] - 0.01}
+    rows.insert(start, early)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read_run(folder).starts_s == (0.0,)
