@@ -56,7 +56,7 @@ def story(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     Lines of the first rows stay what they are when more rows come; the last one of all has `END` in it.
     """
     lines: list[str] = []
-    told = [row for row in rows if all("own_s" in entry for entry in row["replicas"])]
+    told = [row for row in rows if _knows_power(row) and all("own_s" in entry for entry in row["replicas"])]
     first_w = limit_w = _limit_w(told[0]) if told else 0.0
     stage = "start"
     for row in told:
@@ -112,6 +112,11 @@ def show_power(folder: Path, say: Callable[[str], None]) -> None:
         f"   extra energy {spent['extra_j'] / 1e3:.1f} kJ over {spent['boosted_device_s']:.0f} device-seconds "
         f"(emulated devices of {spent['nominal_w']:.0f} W; curve {spent['curve']})"
     )
+
+
+def _knows_power(row: Mapping[str, Any]) -> bool:
+    """Whether limits had been read by then: the first steps may come before the first reading."""
+    return str(HIT) in row.get("power", {}).get("replicas", {})
 
 
 def _own_s(row: Mapping[str, Any], replica: int) -> float:

@@ -44,7 +44,7 @@ def test_a_failed_step_keeps_no_groups_alive(no_collector: None, error: Any, in_
             groups.error = error("another")  # the real ones do not hold the error that they raise
 
     progress = SimpleNamespace(step=0)
-    engine: Any = SimpleNamespace(progress=progress, samples=lambda: (0, 1), finish=use)
+    engine: Any = SimpleNamespace(progress=progress, samples=lambda: (0, 1), finish=use, timeline=None)
     host: Any = SimpleNamespace(engine=engine)
 
     def steps() -> Iterator[Step]:
