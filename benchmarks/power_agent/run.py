@@ -18,15 +18,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+from runflat.check.bench import arguments, report
+from runflat.power.client import read
+
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE.parents[1] / "tests" / "power" / "support"), str(HERE.parents[1])]
+sys.path.insert(0, str(HERE.parents[1] / "tests" / "power" / "support"))
 
 import fake_nvml  # noqa: E402 (needs the path above)
 from agent_node import CEILING_W, HEALTHY, AgentNode, until  # noqa: E402 (needs the path above)
 from fuzz import fuzz  # noqa: E402 (needs the path above)
-
-from runflat.check.bench import arguments, report  # noqa: E402 (needs the path above)
-from runflat.power.client import read  # noqa: E402 (needs the path above)
 
 LEASE_S = 3.0
 

@@ -284,8 +284,8 @@ def test_a_process_is_started_killed_and_started_again(hosting: Hosting, tmp_pat
     hosting.workers.start("0:0", 1)
     hosting.until(lambda: greeted(hosting, 1))
     second = pid_of(hosting)
-    beat = Heartbeat(incarnation=1, generation=0, committed=0, phase="x" * 200_000)
-    hosting.workers.send("0:0", beat)  # type: ignore[arg-type]  # whatever is said, the script repeats it
+    beat: Any = Heartbeat(incarnation=1, generation=0, committed=0, phase="x" * 200_000)
+    hosting.workers.send("0:0", beat)  # whatever it is given, the script repeats it
     hosting.until(lambda: ("0:0", 1, beat) in hosting.heard)
     closing = threading.Thread(target=hosting.workers.close)
     closing.start()

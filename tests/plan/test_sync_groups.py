@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 
+from dead_slots import dead_places
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,13 +15,6 @@ MakeSpec = Callable[..., ModelSpec]
 MakePlan = Callable[..., Plan]
 
 BUCKET_BYTES = 12_000
-
-
-@st.composite
-def dead_places(draw: st.DrawFn, tp: int = 4, replicas: int = 3) -> frozenset[Place]:
-    """Dead places that leave each replica a device."""
-    slots = st.frozensets(st.integers(0, tp - 1), max_size=tp - 1)
-    return frozenset((replica, slot) for replica in range(replicas) for slot in draw(slots))
 
 
 @given(dead_places(), st.booleans())
