@@ -125,6 +125,11 @@ class LayoutSection(Section):
         return tuple(_parse_slot(text) for text in self.dead)
 
     @property
+    def places(self) -> tuple[str, ...]:
+        """All slots as "replica:slot", dead ones included."""
+        return tuple(f"{replica}:{slot}" for replica in range(self.replicas) for slot in range(self.tp))
+
+    @property
     def num_devices(self) -> int:
         """Live devices, one worker process each."""
         return self.replicas * self.tp - len(self.dead)
@@ -236,6 +241,11 @@ class TrainSection(Section):
     """Steps to record, after two of warm-up, in the run's profile/trace.json (chrome://tracing, Perfetto); 0: none."""
     timeout_s: float = Field(default=60.0, gt=0)
     """Longest wait for another device, in seconds."""
+
+    @property
+    def end(self) -> int:
+        """The step after which training is over."""
+        return min(self.steps, self.stop_after or self.steps)
 
     @model_validator(mode="after")
     def _schedule_fits(self) -> TrainSection:

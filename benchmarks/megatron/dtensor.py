@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from plain import BETAS, EPS, Optimizer
+from plain import Optimizer, adamw
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -53,16 +53,7 @@ class DTensorTrainer:
         for index, bucket in enumerate(self._buckets):
             for param in bucket:
                 param.register_post_accumulate_grad_hook(lambda param, index=index: self._ready(param, index))
-        self._optimizer = torch.optim.AdamW(
-            [
-                {"params": [p for p in params if p.ndim > 1], "weight_decay": settings.weight_decay},
-                {"params": [p for p in params if p.ndim == 1], "weight_decay": 0.0},
-            ],
-            lr=settings.lr,
-            betas=BETAS,
-            eps=EPS,
-            foreach=True,
-        )
+        self._optimizer = adamw(params, settings)
 
     def _ready(self, param: nn.Parameter, index: int) -> None:
         if not self._last:

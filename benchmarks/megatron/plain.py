@@ -9,7 +9,7 @@ their own.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,20 @@ class Optimizer:
     lr: float
     weight_decay: float
     clip_norm: float
+
+
+def adamw(weights: Iterable[torch.Tensor], settings: Optimizer) -> torch.optim.AdamW:
+    """The optimizer of both loops that are compared: vectors do not decay."""
+    matrices, vectors = [], []
+    for weight in weights:
+        (matrices if weight.ndim > 1 else vectors).append(weight)
+    return torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+        lr=settings.lr,
+        betas=BETAS,
+        eps=EPS,
+        foreach=True,
+    )
 
 
 def cut(name: str, full: torch.Tensor, shape: Shape) -> torch.Tensor:
@@ -237,16 +251,7 @@ class PlainTrainer:
         matrices = [weight for weight in model.weights.values() if weight.ndim > 1]
         vectors = [weight for weight in model.weights.values() if weight.ndim == 1]
         self._matrices, self._vectors = matrices, vectors
-        self._optimizer = torch.optim.AdamW(
-            [
-                {"params": matrices, "weight_decay": settings.weight_decay},
-                {"params": vectors, "weight_decay": 0.0},
-            ],
-            lr=settings.lr,
-            betas=BETAS,
-            eps=EPS,
-            foreach=True,
-        )
+        self._optimizer = adamw(model.weights.values(), settings)
 
     def step(self, batches: Sequence[torch.Tensor]) -> float:
         """One step on this replica's micro-batches; returns the mean loss of the whole batch."""

@@ -53,8 +53,7 @@ def parse_controller(argv: list[str]) -> tuple[TrainConfig, ControllerNetwork, W
 def _with_whole_paths(config: TrainConfig, run: Path) -> TrainConfig:
     """The configuration with paths that mean the same in whatever folder a worker is started."""
     model = {name: path.resolve() for name in ("from_dir", "dir") if (path := getattr(config.model, name)) is not None}
-    tokenizer = config.data.tokenizer
-    data = {} if tokenizer is None else {"tokenizer": tokenizer.resolve()}
+    data = {name: path.resolve() for name in ("tokenizer", "cache") if (path := getattr(config.data, name)) is not None}
     return config.model_copy(
         update={
             "model": config.model.model_copy(update=model),
@@ -84,9 +83,7 @@ def _launcher(
                 f"cannot listen at {flags.host}: {error}. Give another address or port with --listen or --store-port."
             ) from error
         told = network.announce(run, door.endpoint)
-        layout = config.layout
-        slots = tuple(f"{replica}:{slot}" for replica in range(layout.replicas) for slot in range(layout.tp))
-        devices = (*slots, *config.spare_devices)
+        devices = (*config.layout.places, *config.spare_devices)
         say(
             f"controller: {told} (store: port {store[1]}), waiting for {len(devices)} workers\n"
             f"start each by: RANK=0..{len(devices) - 1} runflat worker --run {run}"

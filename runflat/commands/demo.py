@@ -16,7 +16,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from runflat.commands.demo_power import show_power
+from runflat.commands.demo_power import show_power, train_arguments
 from runflat.commands.report import ReportArgs, write_report
 from runflat.errors import ConfigError, RunError
 
@@ -114,13 +114,7 @@ def _train(
     quiet: Console | None = None,
 ) -> None:
     """One run of `runflat train` in a process of its own, its output on the screen unless `quiet` says otherwise."""
-    command = [sys.executable, "-m", "runflat.cli", "train", "--run", str(folder / name)]
-    for key, value in settings.items():
-        command += [f"--{key}"] if value is True else [f"--{key}", str(value)]
-    if failures is not None:
-        file = folder / f"{name}.failures.json"
-        file.write_text(json.dumps(failures) + "\n")
-        command += ["--inject", str(file)]
+    command = [sys.executable, "-m", "runflat.cli", *train_arguments(folder, name, settings, failures)]
     if quiet is None:
         code = subprocess.run(command, check=False).returncode
     else:

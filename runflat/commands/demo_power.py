@@ -78,17 +78,27 @@ def story(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return lines
 
 
+def train_arguments(
+    folder: Path, name: str, settings: Mapping[str, Any], failures: Sequence[Mapping[str, Any]] | None = None
+) -> list[str]:
+    """Arguments of runflat for the run `name` of the demo; failures are put into a file beside it."""
+    arguments = ["train", "--run", str(folder / name)]
+    for key, value in settings.items():
+        arguments += [f"--{key}"] if value is True else [f"--{key}", str(value)]
+    if failures is not None:
+        file = folder / f"{name}.failures.json"
+        file.write_text(json.dumps(failures) + "\n")
+        arguments += ["--inject", str(file)]
+    return arguments
+
+
 def show_power(folder: Path, say: Callable[[str], None]) -> None:
     """Train, lose a device, raise power, take it back; `say` gets each line when it is true.
 
     Raises:
         RunError: the run ended before its time, or the device did not come back in time.
     """
-    failures = folder / "power.failures.json"
-    failures.write_text(json.dumps(FAILURE) + "\n")
-    arguments = ["train", "--run", str(folder / "power"), "--inject", str(failures)]
-    for key, value in SETTINGS.items():
-        arguments += [f"--{key}"] if value is True else [f"--{key}", str(value)]
+    arguments = train_arguments(folder, "power", SETTINGS, FAILURE)
     say(HEAD)
     watch, pause = Watch(folder / "power"), threading.Event()
     told: list[str] = []

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from runflat.commands.watching import take_flags
-from runflat.elastic.endpoint import MAX_PORT, Endpoint, local_address, parse_endpoint, resolved
+from runflat.commands.watching import port_of, take_flags
+from runflat.elastic.endpoint import Endpoint, local_address, parse_endpoint, resolved
 from runflat.elastic.proof import check_token, new_token
 from runflat.elastic.requests import write_whole
 from runflat.elastic.seats import read_domains
@@ -50,16 +50,14 @@ def split(argv: Sequence[str]) -> tuple[ControllerNetwork, list[str]]:
     names = ("--listen", "--store-port", "--token-file", "--wait-s", "--topology")
     found, rest = take_flags(argv, names, ("--span-domains",))
     listen = parse_endpoint(found.get("--listen", "127.0.0.1"), "--listen", 0)
-    store_port, wait_s = found.get("--store-port", "0"), found.get("--wait-s", str(WAIT_S))
-    if not (store_port.isascii() and store_port.isdigit() and int(store_port) <= MAX_PORT):
-        raise ConfigError(f"--store-port is {store_port!r}; it is a port, 0 (any free one) to {MAX_PORT}.")
-    if not wait_s.replace(".", "", 1).isdigit():
+    wait_s = found.get("--wait-s", str(WAIT_S))
+    if not (wait_s.isascii() and wait_s.replace(".", "", 1).isdigit()):
         raise ConfigError(f"--wait-s is {wait_s!r}; it is a number of seconds, such as 600.")
     token_file, topology = found.get("--token-file"), found.get("--topology")
     return ControllerNetwork(
         host=local_address(listen.host, "--listen"),
         port=listen.port,
-        store_port=int(store_port),
+        store_port=port_of(found.get("--store-port", "0"), "--store-port"),
         token_file=Path(token_file) if token_file else None,
         wait_s=float(wait_s),
         domains=read_domains(Path(topology)) if topology else {},

@@ -84,15 +84,14 @@ def calibrate(argv: list[str]) -> int:
     config = parse(rest)
     if config.boost or config.power.save:
         raise ConfigError("a calibration moves the limits by itself: leave boost and power.save out.")
-    num_steps = min(config.train.steps, config.train.stop_after or config.train.steps)
+    num_steps = config.train.end
     if num_steps < args.num_steps:
         raise ConfigError(
             f"the run would end after {num_steps} steps, but {args.levels} levels of {args.level_steps} steps take "
             f"{args.num_steps}: raise --train.steps, or lower --levels or --level-steps."
         )
-    names = [f"{replica}:{slot}" for replica in range(config.layout.replicas) for slot in range(config.layout.tp)]
     with tempfile.TemporaryDirectory() as folder:  # nothing of this look is kept
-        setting = calibration_setting(config, names, Path(folder))
+        setting = calibration_setting(config, config.layout.places, Path(folder))
     limits_w = levels_w(setting.limits.nominal_w, setting.min_w, args.levels, args.lowest)
     if args.dry_run:
         return _say_what_would_be(args, config, limits_w)

@@ -75,7 +75,7 @@ def prepare(config: TrainConfig, run: Path, warn: Callable[[str], Any], loop: st
         _check_resume(config, checkpoint, spec)
     corpus = None if loop else _corpus(config, run, spec)
     events = _events(config)
-    check_events(events, [*(f"{replica}:{slot}" for replica, slot in _all_places(config)), *config.spare_devices])
+    check_events(events, [*config.layout.places, *config.spare_devices])
     job = Job(
         hf_config=json.loads(hf_config.to_json_string(use_diff=False)),
         attention=attention,
@@ -98,7 +98,7 @@ def _check_resume(config: TrainConfig, checkpoint: Checkpoint, spec: ModelSpec) 
     from runflat.train.checkpoint import check_model
 
     check_model(checkpoint, spec)
-    end = min(config.train.steps, config.train.stop_after or config.train.steps)
+    end = config.train.end
     if checkpoint.progress.step >= end:
         raise ConfigError(
             f"the run is at step {checkpoint.progress.step} and is to end at step {end}: nothing is left to do. Raise "
@@ -150,10 +150,6 @@ def _with_vocabulary(config: TrainConfig) -> TrainConfig:
     if size is None or model.vocab_size or model.from_dir or model.dir:
         return config
     return config.model_copy(update={"model": model.model_copy(update={"vocab_size": size})})
-
-
-def _all_places(config: TrainConfig) -> list[tuple[int, int]]:
-    return [(replica, slot) for replica in range(config.layout.replicas) for slot in range(config.layout.tp)]
 
 
 def _events(config: TrainConfig) -> tuple[Event, ...]:

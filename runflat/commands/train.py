@@ -6,6 +6,7 @@ import json
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -151,24 +152,25 @@ def _run(
     begun = {**origin(), "started": time.strftime("%Y-%m-%d %H:%M:%S %z")}
     (prepared.run / "run.json").write_text(json.dumps(begun, indent=2) + "\n")
     start = prepared.checkpoint.progress.step if prepared.checkpoint else 0
-    end = min(config.train.steps, config.train.stop_after or config.train.steps)
+    end = config.train.end
     with ProgressView(end, start) as view:
         for warning in warnings:
             view.say(f"warning: {warning}")
         _describe(prepared, view)
         workers = launch(prepared.job, view.say)  # which may wait for them; the clock starts with the controller
-        try:
-            controller = _controller(prepared, view, walk)
-        except BaseException:  # whatever it is, those who wait must not wait for ever
-            workers.close()
-            raise
-        try:
-            with watched(watching, prepared.run, view.say):
+        with ExitStack() as stack:
+            try:
+                controller = _controller(prepared, view, walk)
+                stack.enter_context(watched(watching, prepared.run, view.say))
+            except BaseException:  # whatever it is, those who wait must not wait for ever
+                workers.close()
+                raise
+            try:
                 controller.supervise(workers)
-        except KeyboardInterrupt as error:
-            raise RunError(
-                "interrupted twice: stopped at once; what was done since the newest checkpoint is lost."
-            ) from error
+            except KeyboardInterrupt as error:
+                raise RunError(
+                    "interrupted twice: stopped at once; what was done since the newest checkpoint is lost."
+                ) from error
     summary = controller.summary()
     (prepared.run / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     _conclude(prepared, summary, view)

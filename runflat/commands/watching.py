@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from runflat.elastic.endpoint import MAX_PORT
 from runflat.errors import ConfigError
 
 FLAGS = """Watching: --page PORT serves a live page and /metrics (Prometheus) on this machine; --page-host ADDRESS
@@ -35,9 +36,8 @@ def split(argv: Sequence[str]) -> tuple[Watching, list[str]]:
         ConfigError: a flag has no value, one that makes no sense, or one that needs what is not installed.
     """
     found, rest = take_flags(argv, ("--page", "--page-host", "--page-token", "--on-incident", "--tensorboard"))
-    port = found.get("--page")
-    if port is not None and not (port.isascii() and port.isdigit() and int(port) < 65_536):
-        raise ConfigError(f"--page is {port!r}; it is a port, 0 (any free one) to 65535.")
+    page = found.get("--page")
+    port = None if page is None else port_of(page, "--page")
     token = found.get("--page-token")
     folder = found.get("--tensorboard")
     if folder is not None:
@@ -45,12 +45,23 @@ def split(argv: Sequence[str]) -> tuple[Watching, list[str]]:
 
         check_tensorboard()  # before anything is prepared
     return Watching(
-        page=None if port is None else int(port),
+        page=port,
         host=found.get("--page-host", "127.0.0.1"),
         token=secrets.token_urlsafe(16) if token == "auto" else token,
         on_incident=found.get("--on-incident"),
         tensorboard=None if folder is None else Path(folder),
     ), rest
+
+
+def port_of(text: str, flag: str) -> int:
+    """A port, as it is written after `flag`.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if not (text.isascii() and text.isdigit() and int(text) <= MAX_PORT):
+        raise ConfigError(f"{flag} is {text!r}; it is a port, 0 (any free one) to {MAX_PORT}.")
+    return int(text)
 
 
 def take_flags(

@@ -71,7 +71,6 @@ def main(argv: list[str]) -> int:
             local_rank=local_rank,
             node=node,
             host=host or ours,
-            pid=os.getpid(),
         )
 
     attendant = Attendant(

@@ -203,4 +203,7 @@ class Attendant:
             return child.process.wait(patience_s)
         except subprocess.TimeoutExpired:
             child.process.kill()
+        try:
             return child.process.wait(REAP_S)
+        except subprocess.TimeoutExpired:  # it is stuck in a driver, say: how it ends is not known
+            return None

@@ -24,7 +24,6 @@ class Caller(Wire):
     local_rank: int = Field(ge=0)
     node: str
     host: str
-    pid: int
 
 
 class Launch(Wire):

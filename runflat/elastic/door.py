@@ -235,7 +235,7 @@ class Door:
     def _accept(self, _: int) -> None:
         try:
             connection, peer = self._listener.accept()
-        except BlockingIOError:
+        except (BlockingIOError, ConnectionAbortedError):  # nobody calls any more
             return
         except OSError:  # no descriptor is left: somebody has to make room
             if self._waiting:

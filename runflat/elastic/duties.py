@@ -54,8 +54,7 @@ class Duties:
         """
         engine, train = self._engine, self._engine.job.train
         step = engine.progress.step
-        end = min(train.steps, train.stop_after or train.steps)
-        last = step == stop_at or step >= end
+        last = step == stop_at or step >= train.end
         holdout = bool(step and engine.num_holdout) and (last or every(train.eval_every, step))
         save = bool(step) and (last or every(train.checkpoint_every, step))
         if holdout or save:
@@ -65,7 +64,7 @@ class Duties:
         if save:
             self._once("save", generation, lambda: self._save(last, lambda: self._interrupt.check(generation)))
         if last:
-            self._say("done", step=step, stopped=step < end)
+            self._say("done", step=step, stopped=step < train.end)
         return last
 
     def _once(self, what: str, generation: int, act: Callable[[], None]) -> None:

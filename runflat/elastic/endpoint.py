@@ -107,11 +107,15 @@ def ipv6_address_of(interface: str, rows: Iterable[str]) -> str | None:
     return None
 
 
-def listen(host: str, port: int = 0, backlog: int = 128) -> socket.socket:
+BACKLOG = 128
+"""Calls that may wait to be accepted."""
+
+
+def listen(host: str, port: int = 0) -> socket.socket:
     """A socket that listens at an address of this machine; port 0 takes a free one.
 
     Raises:
         OSError: the address is not ours, or the port is taken.
     """
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0][0]
-    return socket.create_server((host, port), family=family, backlog=backlog)
+    return socket.create_server((host, port), family=family, backlog=BACKLOG)

@@ -75,12 +75,8 @@ class PowerBooks:
             **vars(self.spent),
         }
 
-    def totals(self) -> dict[str, Any]:
-        """What was spent, and for which incident (0: before the first)."""
-        return {**vars(self.spent), "by_incident": {str(n): dict(vars(spent)) for n, spent in self.by_incident.items()}}
-
     def summary(self) -> dict[str, Any]:
-        """What summary.json says: the curve, and what was spent."""
+        """What summary.json says: the curve, and what was spent for which incident (0: before the first)."""
         limits = self._setting.limits
         return {
             "curve": limits.curve.label(limits.max_w / limits.tdp_w),
@@ -88,7 +84,8 @@ class PowerBooks:
             "max_w": limits.max_w,
             "emulated": self._setting.emulated_speed is not None,
             "dry_run": self._setting.dry_run,
-            **self.totals(),
+            **vars(self.spent),
+            "by_incident": {str(number): dict(vars(spent)) for number, spent in self.by_incident.items()},
         }
 
 

@@ -105,9 +105,8 @@ def framed(payload: bytes) -> bytes:
 class Frames:
     """Cuts a stream of bytes into payloads."""
 
-    def __init__(self, max_bytes: int = MAX_FRAME_BYTES):
-        """`max_bytes` is the longest payload."""
-        self._max_bytes = max_bytes
+    def __init__(self) -> None:
+        """Nothing was seen yet."""
         self._seen = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
@@ -120,8 +119,8 @@ class Frames:
         found = []
         while len(self._seen) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._seen)
-            if length > self._max_bytes:
-                raise StrangerError(f"a frame of {length} bytes, more than {self._max_bytes}")
+            if length > MAX_FRAME_BYTES:
+                raise StrangerError(f"a frame of {length} bytes, more than {MAX_FRAME_BYTES}")
             end = _LENGTH.size + length
             if len(self._seen) < end:
                 break

@@ -110,8 +110,7 @@ def _of_job(state: State) -> Iterable[Deadline]:
     elif state.stage is Stage.RUN and state.done:
         yield Deadline(Due.ANSWERS, "the end of training", state.progress_at + _patience_s(state), owing)
     elif state.stage is Stage.RUN:
-        limit_s = _patience_s(state) if _saving(state) else state.step_limit_s
-        at = max(state.progress_at + limit_s, state.checked_at + RECHECK_S)
+        at = max(state.progress_at + _commit_limit_s(state), state.checked_at + RECHECK_S)
         yield Deadline(Due.COMMIT, "commit", at, owing)
     if state.growth is not None:
         growth = state.growth
@@ -153,6 +152,11 @@ def _saving(state: State) -> bool:
 def _patience_s(state: State) -> float:
     """How long a device may take beside a step: a disk writes what it writes, and killing its device helps nobody."""
     return state.limits.timeout_s * (STUCK_FACTOR if _saving(state) else 1.0)
+
+
+def _commit_limit_s(state: State) -> float:
+    """How long the next commit may take."""
+    return _patience_s(state) if _saving(state) else state.step_limit_s
 
 
 def on_tick(turn: Turn) -> None:
@@ -235,7 +239,7 @@ def _blame_together(turn: Turn, deadline: Deadline) -> None:
 def _blame(turn: Turn) -> None:
     """No commit for too long: kill who works without end while others wait for it; if all wait, a link is broken."""
     state, now = turn.state, turn.now
-    long_s = (_patience_s(state) if _saving(state) else state.step_limit_s) / 2
+    long_s = _commit_limit_s(state) / 2
     members = [state.devices[name] for name in state.live()]
     lasting = [device for device in members if now - device.since_when >= long_s]
     waiting = [device for device in lasting if device.waits_for is not None]

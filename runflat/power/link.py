@@ -85,9 +85,10 @@ class Link:
 
     def outcomes(self) -> list[Outcome]:
         """All that was answered since the last call."""
-        for order in self._under_way:
-            if order.done():
-                order.result()  # an order that ended with a bug of ours is not to be silent
+        done = [order for order in self._under_way if order.done()]
+        self._under_way = [order for order in self._under_way if order not in done]
+        for order in done:
+            order.result()  # an order that ended with a bug of ours is not to be silent
         found = []
         while not self._done.empty():
             found.append(self._done.get())
@@ -111,7 +112,7 @@ class Link:
             work()
             return None
         order = self._thread.submit(work)
-        self._under_way = [*(other for other in self._under_way if not other.done()), order]
+        self._under_way.append(order)
         return order
 
     def _read(self) -> None:

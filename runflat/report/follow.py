@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 from runflat.report.run_files import RunData, RunFiles
 
@@ -16,9 +15,9 @@ LAST_WORDS_S = 20.0
 class Follower:
     """Calls `take` with the run's state whenever that has changed, and once more at the end; training never waits."""
 
-    def __init__(self, run: Path, name: str, take: Callable[[RunData], None]):
-        """Begin to follow; what is there already is taken by the first call."""
-        self._files = RunFiles(run)
+    def __init__(self, files: RunFiles, name: str, take: Callable[[RunData], None]):
+        """Begin to follow; what is there already, and `files` has not given yet, is taken by the first call."""
+        self._files = files
         self._take = take
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._follow, name=name, daemon=True)

@@ -22,10 +22,11 @@ class IncidentHook:
 
     def __init__(self, run: Path, target: str, say: Callable[[str], None]):
         """`target` is a command line, or an http address."""
-        first = RunFiles(run).poll()
+        files = RunFiles(run)
+        first = files.poll()
         self._num_told = len(first.incidents) if first else 0
         self._run, self._target, self._say = run, target, say
-        self._follower = Follower(run, "incident hook", self._take)
+        self._follower = Follower(files, "incident hook", self._take)
 
     def close(self) -> None:
         """Tell what is left, and end."""

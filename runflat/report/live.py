@@ -78,7 +78,7 @@ class Snapshots:
                 self._clock() >= self._rests_until_s or _state(self.data) == FINISHED
             ):
                 began_s = self._clock()
-                self._figures = json.dumps(live_parts(self.view()))
+                self._figures = json.dumps(live_parts(run_view(self.data, "v1", has_map=False)))
                 self._figures_version = self.version
                 self._rests_until_s = self._clock() + REST * (self._clock() - began_s)
             html = "{}" if self._figures_version == figures_sent else self._figures

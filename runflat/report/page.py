@@ -6,7 +6,7 @@ import csv
 import io
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -155,8 +155,8 @@ def render_live(view: View, *, may_act: bool) -> str:
 
 
 def live_parts(view: View) -> dict[str, str]:
-    """HTML by the id of the element whose content it is."""
-    drawn = draw_view(replace(view, map=None))
+    """HTML by the id of the element whose content it is; the map, which goes its own way, is not among them."""
+    drawn = draw_view(view)
     macros: Any = environment().get_template("parts.html").module
     return {f"{view.key}-before": str(macros.before(drawn)), f"{view.key}-after": str(macros.after(drawn))}
 

@@ -7,7 +7,7 @@ tag stand our categories.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from runflat.cluster.ledger import GOODPUT_NAMES, Category
 from runflat.report.records import ChangeRow, IncidentRow, PlanView, Step
@@ -33,27 +33,27 @@ class Scalar:
 class Told:
     """How far a run has been told of."""
 
-    time_s: float = -1.0
-    """When the newest step of them ended: a step that was done again comes later, and is told again."""
+    num_steps: int = 0
+    """Records of steps: one that was done again has another, and is told again. Their times are no mark, as they shift
+    when a resumed run begins its new session."""
     num_incidents: int = 0
     num_changes: int = 0
 
 
 def new_scalars(data: RunData, told: Told) -> tuple[list[Scalar], Told]:
     """What has come since `told`, and how far that goes."""
-    new = [step for step in data.steps if step.time_s > told.time_s]
+    new = data.steps[told.num_steps :]
     found = []
     for step in new:
         values = [*step_values(step), *degree_values(data.plans.get(step.generation))]
         found += _scalars(step.step, values)
     if new:
         found += _scalars(new[-1].step, goodput_values(data))
-        told = replace(told, time_s=new[-1].time_s)
     for incident in data.incidents[told.num_incidents :]:
         found += _scalars(incident.step or 0, incident_values(incident))
     for change in data.changes[told.num_changes :]:
         found += _scalars(change.step, change_values(change))
-    return found, replace(told, num_incidents=len(data.incidents), num_changes=len(data.changes))
+    return found, Told(len(data.steps), len(data.incidents), len(data.changes))
 
 
 def _scalars(step: int, values: Iterator[Value] | list[Value]) -> list[Scalar]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from runflat.errors import ConfigError
 from runflat.report.follow import Follower
-from runflat.report.run_files import RunData
+from runflat.report.run_files import RunData, RunFiles
 from runflat.report.scalars import Told, new_scalars
 
 
@@ -44,7 +44,7 @@ class ScalarWriter:
         self._told = Told()
         self._say: Callable[[str], None] | None = say
         self._folder = folder
-        self._follower = Follower(run, "tensorboard", self._take)
+        self._follower = Follower(RunFiles(run), "tensorboard", self._take)
 
     def close(self) -> None:
         """Write what is left, and end."""

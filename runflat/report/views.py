@@ -90,7 +90,7 @@ def source_of(what: str, origin: Mapping[str, Any]) -> str:
     return " · ".join(words)
 
 
-def run_view(data: RunData, key: str, whole: RunData | None = None) -> View:
+def run_view(data: RunData, key: str, whole: RunData | None = None, *, has_map: bool = True) -> View:
     """A run, finished or running; `whole` is a run without a failure to compare its loss with."""
     figures = run_figures(data, whole)
     tables = [_incident_table(data.incidents)] if data.incidents else []
@@ -104,7 +104,7 @@ def run_view(data: RunData, key: str, whole: RunData | None = None) -> View:
         problems=(*_emulation_problem(data), *data.problems),
         figures=tuple(figures),
         num_before_map=min(2, len(figures)),
-        map=device_map(data),
+        map=device_map(data) if has_map else None,
         tables=tuple(tables),
     )
 

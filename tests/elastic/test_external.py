@@ -41,7 +41,7 @@ class Guest:
     """A `runflat worker` that only talks."""
 
     def __init__(self, door: Door, rank: int, node: str, version: str = __version__) -> None:
-        self.caller = Caller(version=version, rank=rank, local_rank=0, node=node, host="127.0.0.1", pid=1)
+        self.caller = Caller(version=version, rank=rank, local_rank=0, node=node, host="127.0.0.1")
         self.line = call(door.endpoint, TOKEN, lambda _: self.caller.encode(), WAIT_S)
         self._frames = Frames()
         self._heard: list[bytes] = []
@@ -239,7 +239,7 @@ class Attending:
         self._attendant = Attendant(
             find=lambda: self.door.endpoint,
             token=lambda: token,
-            about=lambda ours: Caller(version=__version__, rank=0, local_rank=0, node="n0", host=ours, pid=1),
+            about=lambda ours: Caller(version=__version__, rank=0, local_rank=0, node="n0", host=ours),
             say=self.said.append,
             wait_s=wait_s,
             environment=dict(os.environ),

@@ -80,6 +80,19 @@ def test_each_number_is_told_once(run_folder: Path) -> None:
     assert len(tags) == len(set(tags)) == 10 + 3
 
 
+def test_the_steps_of_a_resumed_run_are_told(run_folder: Path) -> None:
+    """Catches a second session that moves the times of the first, so that old steps come again and new ones never."""
+    events, path = run_folder / "events.jsonl", run_folder / "steps.jsonl"
+    told, tags = Told(), []
+    begun, first = events.read_text(), path.read_text()
+    for text, steps in (("", ""), (begun, ""), ("", first)):
+        events.write_text(events.read_text() + text)
+        path.write_text(path.read_text() + steps.replace('"step": ', '"step": 1'))
+        scalars, told = new_scalars(read_run(run_folder), told)
+        tags += [scalar.step for scalar in scalars if scalar.tag == "train/loss"]
+    assert tags == [*range(10), *range(10, 20)]
+
+
 def test_without_the_library_it_is_refused_at_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
