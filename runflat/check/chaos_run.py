@@ -118,35 +118,33 @@ class ChaosRun:
         self._run.mkdir(parents=True, exist_ok=True)
         arguments = ["train", "--run", str(self._run), *self._flags]
         with Command(arguments, self._run / "train.log", environment) as command:
-            session = command.process.pid
+            self._session = command.process.pid
             try:
                 self._drive(command)
             except _OverError as over:
                 self._outcome.problems.append(str(over))
                 self._outcome.hangs += over.hang
             if command.process.poll() is not None:
-                self._nobody_left(session)
+                self._nobody_left()
+        self._outcome.num_left_out = self._source.num_left_out
         self._outcome.wall_s = self._now
         return self._outcome
 
-    def _nobody_left(self, session: int) -> None:
+    def _nobody_left(self) -> None:
         try:
-            until("the end of the workers", lambda: not session_processes(session), GONE_S)
+            until("the end of the workers", lambda: not session_processes(self._session), GONE_S)
         except RunError:
-            left = len(session_processes(session))
+            left = len(session_processes(self._session))
             self._outcome.problems.append(f"{left} processes of the run were left behind")
 
     def _drive(self, command: Command) -> None:
-        session = command.process.pid
         self._until(command, START_S, "the first steps", lambda: self._settled(WARM_STEPS))
-        self._outcome.before = session_footprint(session)
-        self._session = session
+        self._outcome.before = session_footprint(self._session)
         limit_s = SECONDS_PER_FAULT * self._num_faults + END_S
         self._until(command, limit_s, f"{self._num_faults} faults", self._all_struck)
         self._until(command, END_S, "all devices to be back", self._all_back)
         last = self._job["step"]
         self._until(command, END_S, "the last steps", lambda: self._settled(last + WARM_STEPS))
-        self._outcome.num_left_out = self._source.num_left_out
         self._rest(command)
         command.process.send_signal(signal.SIGINT)
         try:

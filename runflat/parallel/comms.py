@@ -87,7 +87,7 @@ class Network:
     interrupt: Interrupt = field(default_factory=Interrupt)
     waiting: Callable[[str | None], None] = lambda what: None
     waited: Callable[[float], None] = lambda seconds: None
-    launched: Callable[[str, str, int], Callable[[], None]] | None = None
+    launched: Callable[[str, str, int], Callable[[], None] | None] | None = None
     """Called with (group, operation, bytes) as a collective is launched; what it returns is called at its end."""
 
 

@@ -249,19 +249,6 @@ class ShardedModel:
                 module.config = local
 
 
-def shard_model(
-    model: PreTrainedModel,
-    rules: ShardingRules,
-    held: Held,
-    group: Group,
-    source: WeightSource,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> dict[str, nn.Parameter]:
-    """Make `model` this device's part, once and for all (see `ShardedModel`); returns its parameters by name."""
-    return ShardedModel(model, rules, held, group, source, dtype, device).params
-
-
 def _parameter_names(model: PreTrainedModel) -> dict[str, str]:
     """Every name of every parameter, with the one under which a tied one is known."""
     shared = {id(param): name for name, param in model.named_parameters()}

@@ -11,7 +11,7 @@ import socket
 import stat
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -46,21 +46,11 @@ def _copied(descriptor: int) -> Iterator[socket.socket]:
 
 def _shut(descriptor: int, inode: int) -> None:
     """Shut a connected TCP socket if `descriptor` still is the socket `inode`."""
-    try:
-        copy = os.dup(descriptor)  # first a copy, then the check: the number may be reused at any moment
-    except OSError:
-        return
-    try:
-        if os.fstat(copy).st_ino != inode:
-            return
-        with _copied(copy) as connection:
-            if connection.family in (socket.AF_INET, socket.AF_INET6):
-                connection.getpeername()  # raises on a listening socket, which must not be shut
-                connection.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        return
-    finally:
-        os.close(copy)
+    # First a copy, then the check: the number may be reused at any moment.
+    with suppress(OSError), _copied(descriptor) as connection:
+        if os.fstat(connection.fileno()).st_ino == inode and connection.family in (socket.AF_INET, socket.AF_INET6):
+            connection.getpeername()  # raises on a listening socket, which must not be shut
+            connection.shutdown(socket.SHUT_RDWR)
 
 
 class GroupSockets(Protocol):

@@ -25,7 +25,9 @@ from runflat.plan.sync_groups import Members, holders
 from runflat.plan.units import Kind, ModelSpec, ParamSpec, Range, Segment, axis_ranges, merge_ranges
 
 FORMAT = 1
-FOLDER = re.compile(r"step-(\d+)(\.replaced)?")
+REPLACED = ".replaced"
+"""End of the name of a folder whose step has been saved again."""
+FOLDER = re.compile(rf"step-(\d+)({re.escape(REPLACED)})?")
 TENSORS = ("weight", "exp_avg", "exp_avg_sq")
 """What a shard holds per parameter: the weight and AdamW's two moments."""
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import mmap
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -104,8 +104,7 @@ class Corpus:
             step: step number.
             samples: sample numbers that the step used, in any order.
         """
-        numbers = list(samples)
-        return sample_hash(previous, step, [(i, int(self.train_indices(i, 1)[0])) for i in numbers])
+        return hash_of(self.train_indices, previous, step, samples)
 
     def to_json(self) -> dict[str, Any]:
         """JSON form, a few hundred bytes; `from_json` gives an equal corpus in another process."""
@@ -249,6 +248,16 @@ def sample_hash(previous: str, step: int, samples: Iterable[tuple[int, int]]) ->
     for number, index in ordered:
         digest.update(struct.pack("<qq", number, index))
     return digest.hexdigest()
+
+
+def hash_of(
+    train_indices: Callable[[int, int], npt.NDArray[np.int64]], previous: str, step: int, samples: Iterable[int]
+) -> str:
+    """`sample_hash` with the sequence indices looked up, all that lie between the first and the last sample at once."""
+    numbers = list(samples)
+    first = min(numbers, default=0)
+    indices = train_indices(first, max(numbers, default=-1) - first + 1).tolist()
+    return sample_hash(previous, step, [(number, indices[number - first]) for number in numbers])
 
 
 def permuted(numbers: npt.NDArray[np.int64], count: int, *seeds: int) -> npt.NDArray[np.int64]:

@@ -8,7 +8,7 @@ earlier than others, and no state is needed to know where each of them stands.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from runflat.errors import DataError
-from runflat.train.data import Corpus, permuted, sample_hash
+from runflat.train.data import Corpus, hash_of, permuted
 
 BLOCK = 1000
 _BLOCK_STREAM = 2
@@ -57,19 +57,27 @@ class Mixture:
 
     def train_sequences(self, start: int, count: int) -> npt.NDArray[np.int64]:
         """Tokens of the samples start .. start+count-1, shape [count, seq_len]."""
-        return self._filled(start, count, lambda part, number: self.parts[part].train_sequences(number, 1)[0])
+        rows = np.empty((max(count, 0), self.parts[0].seq_len), np.int64)
+        for part, number, mine in self._runs(start, count):
+            rows[mine] = self.parts[part].train_sequences(number, len(mine))
+        return rows
 
     def train_indices(self, start: int, count: int) -> npt.NDArray[np.int64]:
         """Sequence indices of the samples start .. start+count-1, shape [count]."""
-        return self._filled(
-            start, count, lambda part, number: self._offsets[part] + self.parts[part].train_indices(number, 1)[0]
-        )
+        found = np.empty(max(count, 0), np.int64)
+        for part, number, mine in self._runs(start, count):
+            found[mine] = self._offsets[part] + self.parts[part].train_indices(number, len(mine))
+        return found
 
-    def _filled(self, start: int, count: int, one: Callable[[int, int], Any]) -> npt.NDArray[np.int64]:
-        """What `one(part, sample of the part)` gives for each sample."""
+    def _runs(self, start: int, count: int) -> Iterator[tuple[int, int, list[int]]]:
+        """(part, its first sample, the places in start .. start+count-1 that it and the next ones of it have)."""
         if start < 0 or count < 0:
             raise ValueError(f"samples {start} .. +{count}: neither number may be negative")
-        return np.array([one(part, number) for part, number in self.placed(start, count)], dtype=np.int64)
+        placed = self.placed(start, count)
+        for part in range(len(self.parts)):
+            mine = [place for place, (owner, _) in enumerate(placed) if owner == part]
+            if mine:
+                yield part, placed[mine[0]][1], mine
 
     def placed(self, start: int, count: int) -> list[tuple[int, int]]:
         """(part, sample of that part) of the samples start .. start+count-1."""
@@ -105,8 +113,7 @@ class Mixture:
 
     def sample_hash(self, previous: str, step: int, samples: Iterable[int]) -> str:
         """Hash of the steps so far, as `Corpus.sample_hash`."""
-        numbers = list(samples)
-        return sample_hash(previous, step, [(i, int(self.train_indices(i, 1)[0])) for i in numbers])
+        return hash_of(self.train_indices, previous, step, samples)
 
     def to_json(self) -> dict[str, Any]:
         """JSON form; `data_from_json` gives an equal mixture in another process."""

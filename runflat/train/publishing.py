@@ -20,6 +20,7 @@ from runflat.plan.plan import Plan
 from runflat.plan.units import ModelSpec
 from runflat.train.checkpoint import (
     FORMAT,
+    REPLACED,
     Progress,
     ShardFile,
     folder_order,
@@ -29,8 +30,6 @@ from runflat.train.checkpoint import (
 )
 
 PARTIAL = re.compile(r"\.step-(\d+)-generation-(\d+)\.partial")
-REPLACED = ".replaced"
-"""End of the name of a folder whose step has been saved again."""
 REMOVED = ".removed"
 """End of the name of a folder that is being removed."""
 

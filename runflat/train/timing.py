@@ -62,8 +62,10 @@ class Timeline:
             with self._lock:
                 self._spans.append(Span(row, name, begin_s, end_s))
 
-    def launched(self, group: str, operation: str, num_bytes: int) -> Callable[[], None]:
-        """A collective is launched; returns what is to be called when it has ended."""
+    def launched(self, group: str, operation: str, num_bytes: int) -> Callable[[], None] | None:
+        """A collective is launched; returns what is to be called when it has ended, if this is the time to record."""
+        if not self.on:
+            return None
         begin_s, name = self._clock(), group.rpartition("/")[2]
         row = "tensor parallel" if name.startswith("tp") else "exchange"
         return lambda: self.add(row, f"{operation} {name}, {num_bytes} bytes", begin_s, self._clock())

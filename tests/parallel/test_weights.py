@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from runflat.check.small import PADDING_ID, PROOF_SET, proof_config
 from runflat.errors import CheckpointError
-from runflat.parallel.shard import initial_weights, safetensors_weights, shard_model, tensor_weights
+from runflat.parallel.shard import ShardedModel, initial_weights, safetensors_weights, tensor_weights
 from runflat.parallel.tp_plan import build_meta_model, read_rules
 from runflat.plan.planner import build_plan, live_devices
 from runflat.plan.units import ParamSpec, param_ranges
@@ -104,7 +104,9 @@ def test_safetensors_are_read_in_slices(model: str, shards: bool, tmp_path: Path
     def rank(index: int, group: Any) -> int:
         held = plan.replicas[0].held(rules.spec.kinds, plan.replicas[0].live_slots[index])
         with LargestStorage() as largest:
-            params = shard_model(copy.deepcopy(meta), rules, held, group, source, torch.float32, torch.device("cpu"))
+            params = ShardedModel(
+                copy.deepcopy(meta), rules, held, group, source, torch.float32, torch.device("cpu")
+            ).params
         for param in rules.spec.params:
             assert torch.equal(params[param.name], true(param, param_ranges(rules.spec, param, held)))
             assert params[param.name].untyped_storage().data_ptr() not in largest.mapped, "the file is still in use"

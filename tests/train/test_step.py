@@ -14,7 +14,7 @@ from runflat.parallel.casts import lift_forward
 from runflat.parallel.comms import Comms
 from runflat.parallel.grad_sync import GradSync
 from runflat.parallel.optimizer import OptimizerSettings, build_optimizer
-from runflat.parallel.shard import initial_weights, shard_model
+from runflat.parallel.shard import ShardedModel, initial_weights
 from runflat.parallel.tp_plan import build_meta_model, read_rules
 from runflat.plan.batch import micro_batches
 from runflat.plan.plan import Place
@@ -90,7 +90,7 @@ def train(
         model, replica = models[place], plan.replica(place[0])
         held = replica.held(spec.kinds, place[1])
         source = checkpoint_tensors(start, "weight") if start else initial_weights(model, 0)
-        params = shard_model(model, rules, held, comms.tp, source, torch.float64, torch.device("cpu"))
+        params = ShardedModel(model, rules, held, comms.tp, source, torch.float64, torch.device("cpu")).params
         lift_forward(model)
         optimizer = build_optimizer(spec, params, settings)
         if start:
