@@ -42,15 +42,16 @@ class Timing:
     """What one kill cost.
 
     `recover_s` is from SIGKILL to the next committed step, replays not counted, `any_step_s` to the first step of any
-    kind. Rates are in tokens per second: before, and afterwards while the members stay the same. `lost_s` is how many
-    seconds of training at the rate before are missing when all workers train again.
+    kind. Rates are in tokens per second: before, and afterwards while the members stay the same (None where they did
+    so for one step only). `lost_s` is how many seconds of training at the rate before are missing when all workers
+    train again.
     """
 
     recover_s: float
     any_step_s: float
     num_replays: int
     before: float
-    after: float
+    after: float | None
     lost_s: float
     whole_s: float
 
@@ -103,8 +104,8 @@ def timing(commits: Sequence[Commit], kill: Kill) -> Timing:
     before = [commit for commit in steps if commit.time_s <= kill.time_s][-NUM_INTERVALS - 1 :]
     after = [commit for commit in steps if commit.time_s > kill.time_s]
     same = [commit for commit in after if commit.epoch == after[0].epoch][: NUM_INTERVALS + 1]
-    if len(before) < 2 or len(same) < 2:
-        raise ValueError(f"{len(before)} commits before the kill of {kill.victim} and {len(same)} after it: too few")
+    if len(before) < 2 or not after:
+        raise ValueError(f"{len(before)} commits before the kill of {kill.victim} and {len(after)} after it: too few")
     raw = [commit for commit in commits if kill.time_s < commit.time_s]
     replays = {commit.step for commit in raw if commit.step <= before[-1].step}
     whole = [commit for commit in steps if kill.time_s < commit.time_s <= kill.healthy_s]
@@ -116,7 +117,7 @@ def timing(commits: Sequence[Commit], kill: Kill) -> Timing:
         any_step_s=min(commit.time_s for commit in raw) - kill.time_s,
         num_replays=len(replays),
         before=rate(before),
-        after=rate(same),
+        after=rate(same) if len(same) > 1 else None,
         lost_s=since[-1].time_s - since[0].time_s - done_s,
         whole_s=since[-1].time_s - kill.time_s,
     )
@@ -144,14 +145,15 @@ def table(timings: Mapping[str, Sequence[Timing]]) -> list[tuple[str, ...]]:
     rows = []
     for name, found in timings.items():
         seconds = [timing.recover_s for timing in found]
+        rates = [(timing.after, timing.after / timing.before) for timing in found if timing.after is not None]
         rows.append(
             (
                 f"{name} ({len(found)} kills)",
                 f"{statistics.median(seconds):.2f} s",
                 f"{min(seconds):.2f} to {max(seconds):.2f} s",
                 f"{statistics.median(timing.before for timing in found):.0f}",
-                f"{statistics.median(timing.after for timing in found):.0f}",
-                f"{statistics.median(timing.after / timing.before for timing in found):.2f}",
+                f"{statistics.median(after for after, _ in rates):.0f}" if rates else "one step",
+                f"{statistics.median(ratio for _, ratio in rates):.2f}" if rates else "",
                 f"{statistics.median(timing.lost_s for timing in found):.1f} s",
             )
         )

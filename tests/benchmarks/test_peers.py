@@ -69,10 +69,15 @@ def test_losses_are_of_whole_steps(timings: ModuleType) -> None:
 
 
 def test_too_little_is_refused(timings: ModuleType) -> None:
-    """Catches a rate from a single commit."""
+    """Catches a time to recover without a commit, and a rate from a single one: here the dead group is back at once."""
     seen = [timings.Commit(float(step), step, 100, 0) for step in range(4)]
     with pytest.raises(ValueError, match="too few"):
-        timings.timing([*seen, timings.Commit(9.0, 4, 100, 1)], timings.Kill(3.5, "1:0", 9.0))
+        timings.timing(seen, timings.Kill(3.5, "1:0", 9.0))
+    back = [timings.Commit(9.0, 4, 50, 1), *(timings.Commit(5.0 + step, step, 100, 2) for step in range(5, 9))]
+    one = timings.timing([*seen, *back], timings.Kill(3.5, "1:0", 13.0))
+    assert (one.recover_s, one.after) == (5.5, None)
+    (row,) = timings.table({"theirs": [one]})
+    assert row[4:6] == ("one step", "")
 
 
 def test_table_has_a_row_for_each_system(timings: ModuleType) -> None:
