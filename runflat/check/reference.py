@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from runflat.errors import ModelError
+
 
 @dataclass(frozen=True)
 class AdamW:
@@ -79,7 +81,11 @@ def reference_optimizer(model: PreTrainedModel, settings: AdamW) -> torch.optim.
 
 
 def reference_run(model: PreTrainedModel, batch: Batch, num_steps: int, settings: AdamW) -> Outcome:
-    """Train `model` in place for `num_steps` on the same whole `batch`, one process, one shard."""
+    """Train `model` in place for `num_steps` on the same whole `batch`, one process, one shard.
+
+    Raises:
+        ModelError: the loss does not depend on some parameter, which then has nothing to compare.
+    """
     optimizer = reference_optimizer(model, settings)
     num_targets = int((batch.labels[:, 1:] != -100).sum())
     grads: dict[str, torch.Tensor] = {}
@@ -92,6 +98,12 @@ def reference_run(model: PreTrainedModel, batch: Batch, num_steps: int, settings
         losses.append(float(output.loss.detach()))
         if step == 0:
             grads = {name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None}
+            unused = [name for name, _ in model.named_parameters() if name not in grads]
+            if unused:
+                raise ModelError(
+                    f"the loss of {type(model).__name__} does not use its parameter {unused[0]} ({len(unused)} in "
+                    "all): a step of it cannot be compared."
+                )
         optimizer.step()
     named = dict(model.named_parameters())
     return Outcome(

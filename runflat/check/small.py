@@ -96,7 +96,7 @@ def small_config(config: PreTrainedConfig, tp: int, **overrides: Any) -> PreTrai
     chosen = {k: v for k, v in small.items() if k in kept or k in overrides or v is not None}
     try:
         return type(config)(**{**kept, **chosen})
-    except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
+    except (StrictDataclassError, ValueError, TypeError, KeyError, NotImplementedError) as error:
         raise ModelError(
             f"a model of type '{config.model_type}' cannot be built small: {error} Use --full to take it as it is."
         ) from error

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 
 from runflat.check.ranks import run_ranks
 from runflat.check.reference import AdamW, Batch, Outcome, reference_model, reference_run
+from runflat.errors import ModelError
 from runflat.parallel.casts import LiftCasts, lift_forward, recompute_layers
 from runflat.parallel.comms import Comms
 from runflat.parallel.grad_sync import GradSync
@@ -107,11 +108,22 @@ def plan_case(rules: ShardingRules, case: Case) -> tuple[Plan, SyncLayout]:
 
 
 def unsharded(config: PreTrainedConfig, case: Case, batch: Batch, lift_casts: bool = True) -> Truth:
-    """The reference run of `case` on `batch`; of the case only seed and number of steps count."""
+    """The reference run of `case` on `batch`; of the case only seed and number of steps count.
+
+    Raises:
+        ModelError: the unmodified model does not run.
+    """
     model = reference_model(copy.deepcopy(config), case.seed, torch.float64)
     before = {name: param.detach().clone() for name, param in model.named_parameters()}
-    with LiftCasts() if lift_casts else contextlib.nullcontext():
-        return Truth(before, reference_run(model, batch, case.num_steps, AdamW()))
+    try:
+        with LiftCasts() if lift_casts else contextlib.nullcontext():
+            return Truth(before, reference_run(model, batch, case.num_steps, AdamW()))
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        raise ModelError(
+            f"the unmodified {type(model).__name__} does not run with these sizes ({reason}), so there is nothing to "
+            "compare with; --full takes the model's own sizes."
+        ) from error
 
 
 def verify(

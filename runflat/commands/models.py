@@ -89,10 +89,10 @@ def _build(fields: Mapping[str, Any], overrides: Mapping[str, Any], name: str) -
         )
     kept = {key: value for key, value in fields.items() if key not in ("model_type", "architectures")}
     config = _config(model_type, kept, name)
-    if not hasattr(config, "num_attention_heads") or not hasattr(config, "hidden_size"):
+    if not _has_heads(config):
         raise ModelError(
             f"{name} has the model type {model_type}, whose configuration has no attention heads of its own: only "
-            f"models of one decoder with attention in its layers can be sharded, such as llama, qwen2 or mistral."
+            f"models of one decoder with the same attention in its layers can be sharded, such as llama or qwen2."
         )
     if overrides:
         config = _config(model_type, {**kept, **_followers(config, kept, overrides), **overrides}, name)
@@ -103,6 +103,14 @@ def _build(fields: Mapping[str, Any], overrides: Mapping[str, Any], name: str) -
             f"each KV head serves the same number of query heads."
         )
     return config
+
+
+def _has_heads(config: PreTrainedConfig) -> bool:
+    """Whether the configuration says of the model as a whole how many heads it has, and how wide it is."""
+    try:
+        return hasattr(config, "num_attention_heads") and hasattr(config, "hidden_size")
+    except RuntimeError:  # they differ from layer to layer
+        return False
 
 
 def _config(model_type: str, fields: Mapping[str, Any], name: str) -> PreTrainedConfig:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
@@ -38,13 +39,24 @@ class ModuleRule:
     reads_config_heads: bool = False
 
 
+_GATE_AND_UP = ModuleRule(fused={"gate_up_proj": ("ffn", "ffn")})
 MODULE_RULES = {
     "Phi3Attention": ModuleRule(fused={"qkv_proj": ("head", "kv", "kv")}, reads_config_heads=True),
-    "Phi3MLP": ModuleRule(fused={"gate_up_proj": ("ffn", "ffn")}),
+    "Phi3MLP": _GATE_AND_UP,
+    "GlmMLP": _GATE_AND_UP,
+    "Glm4MLP": _GATE_AND_UP,
 }
-EMBEDDING_CLASSES = ("Embedding", "Gemma2TextScaledWordEmbedding")
+EMBEDDING_CLASSES = (
+    "Embedding",
+    *(f"{family}TextScaledWordEmbedding" for family in ("Gemma", "Gemma2", "Gemma3", "VaultGemma")),
+)
 """Input embeddings whose forward is a lookup and an elementwise scale; no plan of the tested models names them."""
 
+_UNBUILDABLE = (
+    *(ValueError, KeyError, TypeError, AttributeError, AssertionError),
+    *(ImportError, ArithmeticError, RuntimeError, StrictDataclassError),
+)
+"""What transformers raises where the fields of a configuration do not fit together."""
 _BUILD_LOCK = threading.Lock()  # transformers sets torch's default dtype while it builds, which is process-wide
 
 
@@ -59,7 +71,7 @@ def build_meta_model(config: PreTrainedConfig, dtype: torch.dtype, attention: st
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 config, dtype=dtype, attn_implementation=attention
             )
-    except (ValueError, KeyError, ImportError, TypeError, ZeroDivisionError, RuntimeError) as error:
+    except _UNBUILDABLE as error:
         raise ModelError(f"transformers cannot build a causal LM of type '{config.model_type}': {error}") from error
     return model
 
@@ -95,10 +107,20 @@ def read_rules(model: PreTrainedModel, tp_full: int, ffn_block: int | None = Non
 
 
 def config_heads(config: Any) -> tuple[int, int, int]:
-    """(query heads, KV heads, head size) of a transformers configuration."""
-    heads = int(config.num_attention_heads)
-    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-    head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    """(query heads, KV heads, head size) of a transformers configuration.
+
+    Raises:
+        ModelError: they differ from layer to layer.
+    """
+    try:
+        heads = int(config.num_attention_heads)
+        kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+        head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    except RuntimeError as error:
+        raise ModelError(
+            f"the attention heads of a model of type '{config.model_type}' differ from layer to layer: only models "
+            "whose layers are alike can be sharded, such as llama, qwen2 or mistral."
+        ) from error
     return heads, kv_heads, head_dim
 
 

@@ -83,6 +83,9 @@ BAD = {
     "no plan": (["--model", "stablelm"], "StableLm"),
     "mixture of experts": (["--model", "mixtral"], "model.layers.*.mlp.experts"),
     "dropout": (["--model", "gpt2"], "resid_pdrop is 0.1"),
+    "no small model of it": (["--model", "xlnet"], "cannot be built small"),
+    "small model does not run": (["--model", "gptj", "--tp", "2"], "does not run with these sizes"),
+    "parameter without a gradient": (["--model", "hrm_text", "--tp", "2"], "does not use its parameter model.z_L_init"),
 }
 
 
