@@ -13,7 +13,7 @@ from runflat.config import TrainConfig
 from runflat.errors import ConfigError
 from runflat.power import client
 from runflat.power.client import AgentClient, LocalAgent
-from runflat.power.curve import curve_named
+from runflat.power.curve import PowerCurve, curve_named
 from runflat.power.emulated import emulated_devices
 from runflat.power.link import Link
 from runflat.power.reach import PowerLimits
@@ -97,9 +97,9 @@ def _emulated(config: TrainConfig, devices: Sequence[str], run: Path, clock: Cal
 
     budgets = _budgets(config)
     # What is counted on may differ from what is: the emulated devices follow device.curve.
-    counted = curve_named(config.power.curve or device.curve)
+    counted = curve_named(config.power.curve) if config.power.curve else real
     return PowerSetting(
-        rules=_rules(config, device.tdp_w),
+        rules=_rules(config, counted, device.tdp_w),
         limits=PowerLimits(
             curve=counted,
             tdp_w=device.tdp_w,
@@ -142,11 +142,12 @@ def _from_agent(config: TrainConfig, devices: Sequence[str]) -> PowerSetting:
         )
     device, budgets = config.device, _budgets(config)
     real, tdp_w = curve_named(device.curve), nominal_w / device.power
+    counted = curve_named(config.power.curve) if config.power.curve else real
     speed = None if config.devices != "emulated" else lambda limit_w: real.ratio(limit_w / tdp_w, device.power)
     return PowerSetting(
-        rules=_rules(config, tdp_w),
+        rules=_rules(config, counted, tdp_w),
         limits=PowerLimits(
-            curve=curve_named(config.power.curve or config.device.curve),
+            curve=counted,
             tdp_w=tdp_w,
             nominal_w=nominal_w,
             max_w=max_w,
@@ -182,9 +183,9 @@ def _budgets(config: TrainConfig) -> Budgets:
     }
 
 
-def _rules(config: TrainConfig, tdp_w: float) -> Rules:
+def _rules(config: TrainConfig, curve: PowerCurve, tdp_w: float) -> Rules:
     return Rules(
-        curve=curve_named(config.power.curve or config.device.curve),
+        curve=curve,
         tdp_w=tdp_w,
         step_w=config.power.step_w,
         hold_off_s=config.power.hold_off_s,

@@ -23,9 +23,9 @@ from runflat.errors import ConfigError, RunError
 DESCRIPTION = """Show live recovery on this machine, and compare with runs that lost nothing.
 
 Two replicas of TP 4 train a 2.8 M parameter Llama on the source code of this Python's standard library. A worker is
-killed in the middle of step 8 and returns at step 14. Then two runs without a failure, of different layout, go to
-step 20, and a small model repeats the same failure in float64. Last, on emulated devices, the survivors of a loss get
-more power, until their replica takes no longer than the other one.
+killed in the middle of the 9th step and told to return after 14. Then two runs without a failure, of different layout,
+do 20 steps, and a small model repeats the same failure in float64. Last, on emulated devices, the survivors of a loss
+get more power, until their replica takes no longer than the other one.
 
 Example: runflat demo --run runs/demo
 """
@@ -76,9 +76,9 @@ def main(argv: list[str]) -> int:
     console = Console(soft_wrap=True, highlight=False)
     folder = _fresh(args.run)
     started = time.monotonic()
-    console.print("[bold]1. Train, lose worker 1:2 in the middle of step 8, get it back at step 14[/bold]")
+    console.print("[bold]1. Train, lose worker 1:2 in the middle of the 9th step, take it back after the 14th[/bold]")
     _train(folder, "hurt", MAIN | LAYOUT | {"train.checkpoint_every": COMPARED_STEP}, FAILURE)
-    console.print("\n[bold]2. The same training twice without a failure, to step 20[/bold]")
+    console.print("\n[bold]2. The same training twice without a failure, 20 steps[/bold]")
     _train(folder, "whole", MAIN | LAYOUT | TO_COMPARED, quiet=console)
     _train(folder, "other-layout", MAIN | OTHER_LAYOUT | TO_COMPARED, quiet=console)
     console.print("\n[bold]3. The same failure on a small model in float64, and without it[/bold]")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -96,7 +97,7 @@ def show_power(folder: Path, say: Callable[[str], None]) -> None:
     """Train, lose a device, raise power, take it back; `say` gets each line when it is true.
 
     Raises:
-        RunError: the run ended before its time, or the device did not come back in time.
+        RunError: the run ended before its time or not at all, or the device did not come back in time.
     """
     arguments = train_arguments(folder, "power", SETTINGS, FAILURE)
     say(HEAD)
@@ -116,7 +117,12 @@ def show_power(folder: Path, say: Callable[[str], None]) -> None:
                 raise RunError(f"{LOST} was not back after {DEADLINE_S:.0f} s; the output of the run is in {log}.")
             pause.wait(POLL_S)
         os.kill(command.process.pid, signal.SIGINT)
-        command.finish(DEADLINE_S)
+        try:
+            command.finish(DEADLINE_S)
+        except subprocess.TimeoutExpired as error:
+            raise RunError(
+                f"the run with power did not end within {DEADLINE_S:.0f} s of Ctrl-C; its output is in {log}."
+            ) from error
     spent = watch.summary()["power"]
     say(
         f"   extra energy {spent['extra_j'] / 1e3:.1f} kJ over {spent['boosted_device_s']:.0f} device-seconds "

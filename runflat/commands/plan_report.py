@@ -141,7 +141,7 @@ def report(args: PlanArgs, spec: ModelSpec, seq_len: int, live: Mapping[Place, s
     lost = lost_units(spec, healthy, plan)
     moves = None if lost else transfers(spec, healthy, plan, MOVED_COPIES * element_bytes)
     groups = _groups(spec, plan, layout, element_bytes)
-    modes = compare_modes(spec, plan, bucket_bytes, element_bytes)
+    modes = compare_modes(spec, plan, layout, bucket_bytes, element_bytes)
     return Report(args, spec, seq_len, plan, layout, tuple(devices), groups, moves, lost, modes)
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from runflat.plan.cost import exchange_bytes, exchange_messages
 from runflat.plan.plan import Plan
-from runflat.plan.sync_groups import Sync, sync_layout
+from runflat.plan.sync_groups import Sync, SyncLayout, sync_layout
 from runflat.plan.units import ModelSpec
 
 Which = Literal["full", "reduced"]
@@ -35,11 +35,13 @@ class SyncReport:
     total_messages: int
 
 
-def compare_modes(spec: ModelSpec, plan: Plan, bucket_bytes: int, element_bytes: int) -> tuple[SyncReport, ...]:
-    """Both modes, each for replicas at full degree and for reduced ones, where there are such."""
+def compare_modes(
+    spec: ModelSpec, plan: Plan, direct: SyncLayout, bucket_bytes: int, element_bytes: int
+) -> tuple[SyncReport, ...]:
+    """Both modes, each for replicas at full degree and for reduced ones, where there are such; one is there already."""
     found = []
     for sync in get_args(Sync):
-        layout = sync_layout(spec, plan, bucket_bytes, element_bytes, sync)
+        layout = direct if sync == "direct" else sync_layout(spec, plan, bucket_bytes, element_bytes, sync)
         for which in get_args(Which):
             places = [
                 place for place in plan.places if (plan.replica(place[0]).tp == plan.tp_full) == (which == "full")

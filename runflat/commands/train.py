@@ -226,10 +226,16 @@ def _controller(prepared: Prepared, view: ProgressView, walk: Walk | None) -> Co
         events=prepared.events,
         boost=Boost(power, planner, walk.turn if walk else None) if power else None,
         keep_checkpoints=config.train.keep_checkpoints,
+        token=_token(prepared),
         declared_step_s=_declared_step_s(prepared, planner.full_plan()),
         peak_flops=_peak_flops(config),
         no_goodput=None if config.devices == "emulated" or torch.cuda.is_available() else NO_GOODPUT,
     )
+
+
+def _token(prepared: Prepared) -> str:
+    """What a token is, in words that people read."""
+    return "byte" if prepared.corpus and tokenizer_of(prepared.config, prepared.run) is None else "token"
 
 
 def _peak_flops(config: TrainConfig) -> float | None:
@@ -270,10 +276,9 @@ def _conclude(prepared: Prepared, summary: dict[str, Any], view: ProgressView) -
     outcome = "stopped" if summary["stopped"] else "finished"
     loss = f"loss {summary['loss']:.4f}" if summary["loss"] is not None else "no step was done"
     held = summary["holdout_loss"]
-    unit = "byte" if tokenizer_of(prepared.config, prepared.run) is None else "token"
     view.say(
         f"{outcome} at step {summary['step']} after {summary['wall_s']:.0f} s: {loss}"
-        + (f", held-out loss {held:.4f} nats per {unit}" if held is not None else "")
+        + (f", held-out loss {held:.4f} nats per {_token(prepared)}" if held is not None else "")
     )
     emulated = summary["emulated"]
     if emulated and not emulated["valid"]:

@@ -72,6 +72,7 @@ def assemble(
     network: dict[str, Any] | None = None,
     peak_flops: float | None = None,
     keep_checkpoints: int = 0,
+    token: str = "token",
     clock: Callable[[], float] = time.monotonic,
 ) -> Controller:
     """A controller that has started nothing yet.
@@ -93,6 +94,7 @@ def assemble(
         network: passed to the workers with each plan.
         peak_flops: FLOP/s of a device on its data sheet.
         keep_checkpoints: how many of the newest are kept, 0 for all.
+        token: what a token is, in words that people read: byte, say.
         clock: gives seconds.
 
     Raises:
@@ -105,13 +107,11 @@ def assemble(
         replace(limits, slow_factor=slow_factor),
         secret=secret,
         dead=dead,
-        generation=_next_generation(run, checkpoint),
-        start_step=checkpoint.progress.step if checkpoint else 0,
-        checkpoint=str(checkpoint.folder) if checkpoint else None,
+        **_beginning(run, checkpoint),
         scripted=told_to_return(events),
         network=network,
     )
-    facts = _facts(run, planner, sample_hash, learning_rate, boost, peak_flops, keep_checkpoints)
+    facts = _facts(run, planner, sample_hash, learning_rate, boost, peak_flops, keep_checkpoints, token)
     setting = Setting(run, state, tuple(events), no_goodput, declared_step_s, boost)
     return Controller(setting, _books(facts, checkpoint, view), view, clock)
 
@@ -124,10 +124,11 @@ def _facts(
     boost: Boost | None,
     peak_flops: float | None,
     keep_checkpoints: int,
+    token: str,
 ) -> RunFacts:
     num_places, power = len(planner.placement), boost.books.record if boost else None
     known = (run, planner.spec, planner.seq_len, num_places, sample_hash, learning_rate, planner.step_work)
-    return RunFacts(*known, power, peak_flops, keep_checkpoints)
+    return RunFacts(*known, power, peak_flops, keep_checkpoints, token)
 
 
 def _books(facts: RunFacts, checkpoint: Checkpoint | None, view: View) -> Books:
@@ -142,6 +143,14 @@ def _plan_of(run: Path, generation: int) -> Plan:
     """A plan of an earlier life of the run; one without replicas if that did not live to write it down."""
     path = plan_path(run, generation)
     return plan_from_json(path.read_text()) if path.exists() else Plan(generation, 0, ())
+
+
+def _beginning(run: Path, checkpoint: Checkpoint | None) -> dict[str, Any]:
+    """What the first state takes over from an earlier life of the run."""
+    generation = _next_generation(run, checkpoint)
+    if checkpoint is None:
+        return {"generation": generation, "start_step": 0, "checkpoint": None}
+    return {"generation": generation, "start_step": checkpoint.progress.step, "checkpoint": str(checkpoint.folder)}
 
 
 def _next_generation(run: Path, checkpoint: Checkpoint | None) -> int:

@@ -67,6 +67,8 @@ class RunFacts:
     """FLOP/s of a device on its data sheet; None where nobody declares them."""
     keep_checkpoints: int = 0
     """Checkpoints that are kept, the newest ones; 0: all."""
+    token: str = "token"
+    """What a token is, in words that people read."""
 
 
 class Books:
@@ -139,7 +141,7 @@ class Books:
         elif isinstance(message, Holdout):
             if message.step not in self.holdout:
                 self.holdout[message.step] = message.loss
-                self.view.say(f"step {message.step}: held-out loss {message.loss:.4f} nats per token")
+                self.view.say(f"step {message.step}: held-out loss {message.loss:.4f} nats per {self.facts.token}")
         elif isinstance(message, Shard):
             return self._take_shard(device, message)
         return None

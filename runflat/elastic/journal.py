@@ -85,7 +85,7 @@ def devices_to_json(state: State, pids: Mapping[str, int | None], now: float) ->
                 "committed": device.committed,
                 "phase": device.phase,
                 "waits_for": device.waits_for,
-                "failures": device.failures,
+                "failures": device.num_losses,
                 "restart_in_s": None if device.restart_at is None else max(device.restart_at - now, 0.0),
                 "cause": device.cause,
             }
@@ -168,7 +168,14 @@ def ledger_table(ledger: Ledger, goodput: float | None, reason: str | None) -> s
     total = f"  {'total':<12} {ledger.total_device_s:>12,.1f}"
     value = "goodput: none" if goodput is None else f"goodput {goodput:.3f}"
     value += f", {reason}" if reason else ""
-    return "\n".join([f"time of all devices ({value})", f"  {'':<12} {'device-s':>12} {'share':>8}", *rows, total])
+    return "\n".join(
+        [
+            f"time of all devices ({value})",
+            f"  {'':<12} {'device-s':>12} {'share':>8}   in ml-goodput-measurement",
+            *rows,
+            total,
+        ]
+    )
 
 
 def incident_to_json(action: Closed) -> dict[str, Any]:

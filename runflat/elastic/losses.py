@@ -37,6 +37,7 @@ def lose(turn: Turn, name: str, cause: str, *, gone: bool, absent: bool = False)
         name,
         standing=Standing.OUT if out else Standing.LOST,
         failures=failures,
+        num_losses=device.num_losses + 1,
         restart_at=None if stays else now + _back_off_s(state, failures),
         present=not gone,
         killed_at=None,

@@ -23,6 +23,7 @@ def launch(turn: Turn, name: str, *, awaited: bool = False) -> None:
         heard=turn.now,
         since_when=turn.now,
         failures=old.failures,
+        num_losses=old.num_losses,
         scripted=old.scripted,
         healthy=old.standing is Standing.PARKED,
         awaited=awaited,

@@ -126,6 +126,9 @@ class Device:
     holds: int = -1
     """Generation of the plan whose units it has complete."""
     failures: int = 0
+    """How often it was lost, as its back-off counts: from the start, or since a person or a script let it return."""
+    num_losses: int = 0
+    """How often it was lost."""
     heals: int = 0
     """How often its bits were wrong."""
     restart_at: float | None = None

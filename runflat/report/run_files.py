@@ -346,6 +346,12 @@ def read_run(folder: Path) -> RunData:
         there = [name for name in FILES if (folder / name).exists()]
         found = f"of these it has {', '.join(there)}" if there else "none of these is there"
         wrong = f"; {'; '.join(data.problems)}" if data and there else ""
+        runs = sorted(path.parent for path in folder.glob("*/steps.jsonl")) if not there else []
+        if runs:
+            raise DataError(
+                f"{folder} is not a run's folder but has {'runs' if len(runs) > 1 else 'a run'} in it: name "
+                f"{', '.join(map(str, runs))}."
+            )
         raise DataError(
             f"{folder} holds nothing that can be reported: a run's folder has {', '.join(FILES)}; {found}{wrong}. "
             f"Give the folder that `runflat train --run` wrote, or a result file of `runflat simulate`."

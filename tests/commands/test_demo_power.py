@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from runflat.commands.demo_power import BACK, END, STEP, story
+import pytest
+
+from runflat.commands import demo_power
+from runflat.commands.demo_power import BACK, END, STEP, show_power, story
+from runflat.errors import RunError
 
 
 def row(step: int, limit_w: float, own_s: float) -> dict[str, Any]:
@@ -56,3 +64,30 @@ def test_a_step_whose_report_was_lost_is_passed_over() -> None:
     hurt = row(STEP, 1000.0, 0.4)
     del hurt["replicas"][1]["own_s"]
     assert story([*HEALTHY[:-1], hurt, *RAISED]) == story(HEALTHY[:-1] + RAISED)
+
+
+class Deaf:
+    """Stands in for the command: its run is there, and Ctrl-C does not end it."""
+
+    def __init__(self, arguments: list[str], log: Path):
+        self.process = SimpleNamespace(pid=-1, poll=lambda: None)
+        run = log.parent / "power"
+        run.mkdir()
+        (run / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in HEALTHY + RAISED + LEFT))
+
+    def __enter__(self) -> Deaf:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def finish(self, timeout_s: float) -> int:
+        raise subprocess.TimeoutExpired("runflat", timeout_s)
+
+
+def test_a_run_that_does_not_end_is_said_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a traceback where the demo's last run does not follow Ctrl-C."""
+    monkeypatch.setattr(demo_power, "Command", Deaf)
+    monkeypatch.setattr(demo_power.os, "kill", lambda pid, signal: None)
+    with pytest.raises(RunError, match=r"did not end .* its output is in"):
+        show_power(tmp_path, lambda line: None)

@@ -51,6 +51,17 @@ def test_bad_input_is_one_paragraph(
     assert not (tmp_path / "r.html").exists()
 
 
+def test_a_folder_of_runs_names_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches a user who has to guess which folder of `runs/demo` is a run."""
+    for name in ("whole", "hurt", "other"):
+        (tmp_path / name).mkdir()
+        if name != "other":
+            (tmp_path / name / "steps.jsonl").touch()
+    assert cli.run(["report", str(tmp_path), "-o", str(tmp_path / "r.html")]) == 2
+    said = "".join(capsys.readouterr().err.split())
+    assert f"hasrunsinit:name{tmp_path / 'hurt'},{tmp_path / 'whole'}." in said
+
+
 def test_nothing_named(capsys: pytest.CaptureFixture[str]) -> None:
     """Catches a page about nothing."""
     assert cli.run(["report"]) == 2

@@ -14,6 +14,7 @@ EXECUTED = ("README.md", "docs/guide.md")
 LINKED = (
     *EXECUTED,
     "docs/design.md",
+    "docs/plan.md",
     "docs/power.md",
     "docs/limits.md",
     "docs/log.md",

@@ -135,7 +135,7 @@ def test_a_person_brings_back_what_stays_out(make_world: Callable[..., World]) -
     assert ask(world, "return", "1:2").ok
     world.run()
     assert degrees(world) == [4, 4]
-    assert world.state.devices["1:2"].failures == 0
+    assert (world.state.devices["1:2"].failures, world.state.devices["1:2"].num_losses) == (0, 1)
 
 
 def test_what_a_person_kills_stays_away(make_world: Callable[..., World]) -> None:
