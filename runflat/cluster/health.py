@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from runflat.cluster.events import Event, EventKind
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Health:
     """Devices held by a job and those of them that are out of service or slow.
 
@@ -26,9 +27,13 @@ class Health:
         """Devices that can work, in the order of ``devices``."""
         return tuple(device for device in self.devices if device not in self.failed)
 
+    @cached_property
+    def _held(self) -> frozenset[str]:
+        return frozenset(self.devices)
+
     def is_live(self, device: str) -> bool:
         """Whether ``device`` is held and can work."""
-        return device in self.devices and device not in self.failed
+        return device in self._held and device not in self.failed
 
     def slowness(self, device: str) -> float:
         """Factor by which computation on ``device`` takes longer; 1 for a device that keeps pace."""

@@ -192,7 +192,7 @@ class Turn:
         device = self.state.devices[name]
         if "standing" in changes and changes["standing"] != device.standing:
             changes.setdefault("since", self.now)
-        self.set(devices={**self.state.devices, name: replace(device, **changes)})
+        self.set(devices=self.state.devices.changed(replace(device, **changes)))
 
     def enter(self, stage: Stage) -> None:
         """Go to a stage, in which nobody has answered yet."""

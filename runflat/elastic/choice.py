@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from runflat.elastic import heal
 from runflat.elastic.actions import Turn
-from runflat.elastic.state import SAME_MEMBERS, Stage, Standing, State
+from runflat.elastic.device import Standing
+from runflat.elastic.state import SAME_MEMBERS, Stage, State
 from runflat.plan.batch import BatchRule
 from runflat.plan.plan import Plan
 from runflat.plan.strategies import Decision, Strategy, handled_by

@@ -34,6 +34,7 @@ from runflat.elastic.actions import (
 )
 from runflat.elastic.books import Books, View
 from runflat.elastic.boost import Boost, Effects
+from runflat.elastic.device import Standing
 from runflat.elastic.inject import START_PHASES, Script, check_events
 from runflat.elastic.journal import Journal, change_line, change_to_json, closed_line, incident_to_json, ledger_table
 from runflat.elastic.messages import Commit, Message, Shard, StepReport, Struck
@@ -42,7 +43,7 @@ from runflat.elastic.orders import Inject
 from runflat.elastic.power_spent import PowerBooks
 from runflat.elastic.protocol import decide
 from runflat.elastic.requests import Inbox, Request
-from runflat.elastic.state import Stage, Standing, State
+from runflat.elastic.state import Stage, State
 from runflat.elastic.watch import waits
 from runflat.elastic.workers import Workers
 from runflat.errors import ConfigError, RunError, TraceError, UserError
@@ -163,8 +164,9 @@ class Controller:
             self._wake_later(event_from_json(message.event))
         published = self.books.take(device, message, self.now)
         if isinstance(message, StepReport):
-            degrees = {replica.replica: replica.tp for replica in self._plan_of(message)}
-            self.meter.imbalance(self.books.waited_s, degrees)
+            if self.books.waited_s:  # which the last report of a step brings about
+                degrees = {replica.replica: replica.tp for replica in self._plan_of(message)}
+                self.meter.imbalance(self.books.waited_s, degrees)
             self.books.waited_s = {}
         elif isinstance(message, Shard):
             self.meter.saved(message.seconds)
@@ -205,7 +207,7 @@ class Controller:
             self.meter.learn(self.state, action)
             self.journal.write(action, self.now)
             self._act(workers, before, action)
-        changed = [d.standing for d in before.devices.values()] != [d.standing for d in self.state.devices.values()]
+        changed = before.devices.standings is not self.state.devices.standings
         if changed or before.stage is not self.state.stage:
             self._last["devices"] = -1.0
 

@@ -15,7 +15,7 @@ from runflat.elastic.fake_group import Group
 from runflat.elastic.fakes import FakeWorker
 from runflat.elastic.messages import Failed, Message, Suspect
 from runflat.elastic.orders import Inject, Order
-from runflat.plan.plan import Plan, ReplicaPlan, plan_from_json
+from runflat.plan.plan import Plan, ReplicaPlan, plan_from_wire
 
 LATENCY_S = 0.001
 START_S = 0.3
@@ -142,7 +142,7 @@ class FakeLauncher:
     def read_plan(self, text: str) -> Plan:
         """The plan of an order; the same object for all who get it."""
         if text not in self._plans:
-            self._plans[text] = plan_from_json(text)
+            self._plans[text] = plan_from_wire(text)
         return self._plans[text]
 
     def group(self, plan: Plan) -> Group:

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 from runflat.elastic.actions import Took, Turn
 from runflat.elastic.choice import joiners
+from runflat.elastic.device import Standing
 from runflat.elastic.messages import Behind, Fed, Listening, LowMem, Prepared, Switched
 from runflat.elastic.orders import Exit, Feed, Move, Prepare, Receive, Switch, Unfeed, Unprepare
 from runflat.elastic.recovery import again, describe, send_stop
-from runflat.elastic.state import Growth, GrowthStage, Stage, Standing, State
+from runflat.elastic.state import Growth, GrowthStage, Stage, State
 from runflat.plan.plan import Plan
 from runflat.plan.strategies import Strategy
 
@@ -34,10 +35,10 @@ def consider(turn: Turn) -> None:
         _begin_leave(turn)
         return
     standby = state.standby()
-    fit = frozenset((*state.live(), *standby))
     if not standby:
         _consider_shares(turn)
         return
+    fit = frozenset((*state.live(), *standby))
     if fit == state.considered:
         return
     waited = turn.now - min(state.devices[name].since for name in standby)
@@ -72,7 +73,7 @@ def _change_to(state: State, fit: Collection[str], now: float) -> tuple[str | No
 def _open(turn: Turn, growth: Growth) -> None:
     """Begin a change: who joins is fed first; where nobody joins the groups form at once."""
     turn.set(generation=growth.generation, growth=growth)
-    plan = growth.plan.to_json()
+    plan = growth.plan.to_wire()
     if growth.stage is GrowthStage.PREPARE:
         turn.send(growth.everyone, Prepare(generation=growth.generation, plan=plan))
     for name in growth.joining:
@@ -193,7 +194,7 @@ def on_behind(turn: Turn, message: Behind) -> None:
 def _prepare_when_fed(turn: Turn, growth: Growth) -> None:
     if growth.stage is GrowthStage.FEED and set(growth.joining) <= growth.answered:
         growth = _next(turn, growth, GrowthStage.PREPARE)
-        turn.send(growth.everyone, Prepare(generation=growth.generation, plan=growth.plan.to_json()))
+        turn.send(growth.everyone, Prepare(generation=growth.generation, plan=growth.plan.to_wire()))
 
 
 def on_prepared(turn: Turn, device: str, message: Prepared) -> None:
@@ -203,7 +204,7 @@ def on_prepared(turn: Turn, device: str, message: Prepared) -> None:
         return
     growth = replace(growth, answered=growth.answered | {device})
     turn.set(growth=growth)
-    if set(growth.everyone) <= growth.answered:
+    if len(growth.answered) >= len(growth.everyone) and set(growth.everyone) <= growth.answered:
         growth = _next(turn, growth, GrowthStage.SWITCH)
         turn.set(plans={**turn.state.plans, growth.generation: growth.plan})
         for name in growth.joining:
@@ -225,7 +226,7 @@ def on_switched(turn: Turn, device: str, message: Switched) -> None:
     moved = {**growth.fed_bytes, device: growth.fed_bytes.get(device, 0) + message.bytes_moved}
     growth = replace(growth, answered=growth.answered | {device}, fed_bytes=moved)
     turn.set(growth=growth)
-    if set(growth.everyone) <= growth.answered:
+    if len(growth.answered) >= len(growth.everyone) and set(growth.everyone) <= growth.answered:
         complete(turn)
 
 

@@ -15,7 +15,7 @@ from runflat.errors import RunError
 from runflat.parallel.comms import CommsError
 from runflat.parallel.move import replicated_slabs, unit_slabs
 from runflat.parallel.sockets import GroupSockets
-from runflat.plan.plan import Plan, plan_from_json
+from runflat.plan.plan import Plan, plan_from_wire
 from runflat.train.engine import Engine
 from runflat.train.step import StepResult
 
@@ -91,7 +91,7 @@ class Newcomer:
 
     def __init__(self, engine: Engine, device_id: str, order: Receive, say: Callable[..., None], sockets: GroupSockets):
         """Listen for the sources of `order.plan`."""
-        self.plan: Plan = plan_from_json(order.plan)
+        self.plan: Plan = plan_from_wire(order.plan)
         place = self.plan.place(device_id)
         if place is None:
             raise RunError(f"{device_id} is to receive a plan that has no place for it.")

@@ -8,11 +8,12 @@ from dataclasses import replace
 from runflat.cluster.events import Event, EventKind, event_from_json
 from runflat.elastic import growth as changes
 from runflat.elastic.actions import Asked, Kill, Note, Reply, Turn
+from runflat.elastic.device import LIVE, PRESENT, Device, Standing
 from runflat.elastic.messages import Back, Exited, Failed, SelfTested, Struck
 from runflat.elastic.orders import Exit
 from runflat.elastic.recovery import fail, replan
 from runflat.elastic.restart import launch
-from runflat.elastic.state import LIVE, PRESENT, Device, GrowthStage, Stage, Standing, State
+from runflat.elastic.state import GrowthStage, Stage, State
 
 
 def kill(turn: Turn, name: str, cause: str, fault_at: float | None = None) -> None:
@@ -132,7 +133,8 @@ def on_struck(turn: Turn, name: str, message: Struck) -> None:
 
 def initial(state: State) -> list[Device]:
     """Devices whose processes start and are awaited before a plan is made."""
-    return [device for device in state.devices.values() if device.standing is Standing.STARTING and device.awaited]
+    starting = (state.devices[name] for name in state.standing(Standing.STARTING))
+    return [device for device in starting if device.awaited]
 
 
 def check_started(turn: Turn) -> None:
@@ -178,8 +180,10 @@ def start(turn: Turn, name: str) -> None:
 def wake(turn: Turn) -> None:
     """Start parked devices that have work together with those that stand by, as where a spare was late."""
     state = turn.state
+    if state.stage is not Stage.RUN or state.growth or state.stop_asked or not state.standby():
+        return
     standby = frozenset(state.standby())
-    if state.stage is not Stage.RUN or state.growth or state.stop_asked or standby in (frozenset(), state.woken):
+    if standby == state.woken:
         return
     turn.set(woken=standby)
     for device in _companions(state)[:1]:

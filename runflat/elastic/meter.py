@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 from runflat.cluster.ledger import Category, Ledger
 from runflat.elastic.actions import Action, Closed, Grew, Opened, Planned, Took
-from runflat.elastic.state import LIVE, Device, Stage, Standing, State
+from runflat.elastic.device import LIVE, Device, Standing
+from runflat.elastic.state import Stage, State
 
 REMEMBERED_STEPS = 4096
 
@@ -17,7 +18,7 @@ class Meter:
 
     def __init__(self, num_devices: int):
         """Start at second 0 of the run."""
-        self.ledger = Ledger()
+        self._ledger = Ledger()
         self.num_devices = num_devices
         self._now = 0.0
         self._ran = False
@@ -26,13 +27,42 @@ class Meter:
         self._in_flight_s = 0.0
         self._steps: deque[tuple[int, float]] = deque(maxlen=REMEMBERED_STEPS)
         """(step, productive device-seconds) of committed steps."""
+        self._state: State | None = None
+        """How the devices spent the time up to now that is not charged yet; None: there is none."""
+        self._passed_s = 0.0
+
+    @property
+    def ledger(self) -> Ledger:
+        """Where the time went up to the last `advance`."""
+        self._charge()
+        return self._ledger
 
     def advance(self, state: State, now: float) -> None:
         """Charge the time since the last call, which all devices spent as `state` says."""
         passed_s, self._now = max(now - self._now, 0.0), max(now, self._now)
+        if self._state is not None and not self._alike(self._state, state):
+            self._charge()
+        self._state = state
+        self._passed_s += passed_s
+
+    def _alike(self, before: State, after: State) -> bool:
+        """Whether both charge each device to the same category, as between most messages."""
+        return before is after or (
+            before.devices.standings is after.devices.standings
+            and before.stage is after.stage
+            and self._loads(before) == self._loads(after)
+            and (after.stage is not Stage.FORM or before.all_in(before.formed) == after.all_in(after.formed))
+        )
+
+    def _charge(self) -> None:
+        """Charge what has passed, device by device."""
+        state, passed_s = self._state, self._passed_s
+        self._state, self._passed_s = None, 0.0
+        if state is None:
+            return
         for device in state.devices.values():
             category = self._category(state, device)
-            self.ledger.charge(category, passed_s)
+            self._ledger.charge(category, passed_s)
             if category is Category.PRODUCTIVE:
                 self._open[device.name] = self._open.get(device.name, 0.0) + passed_s
 
@@ -50,7 +80,7 @@ class Meter:
         if device.standing is Standing.STARTING:
             return Category.IDLE if device.healthy else Category.FAILED
         if state.stage is Stage.FORM:
-            return Category.TRANSFER if set(state.members()) <= state.formed else Category.REFORM
+            return Category.TRANSFER if state.all_in(state.formed) else Category.REFORM
         return Category.PRODUCTIVE if state.stage in (Stage.RUN, Stage.FINISHED) else Category.REFORM
 
     @staticmethod
@@ -60,6 +90,8 @@ class Meter:
 
     def learn(self, before: State, action: Action) -> None:
         """Charge again what an action shows to have been something else; `before` is the state that it followed."""
+        if isinstance(action, Opened | Planned | Took | Closed | Grew):
+            self._charge()
         if isinstance(action, Opened):
             detect_s = dict(action.disturbance.phases_s).get("detect", 0.0)
             for name in self._open:
@@ -83,6 +115,7 @@ class Meter:
 
     def committed(self, step: int) -> None:
         """The step in flight is committed: what it took was productive."""
+        self._charge()
         self._steps.append((step, sum(self._open.values())))
         self._open.clear()
 
@@ -97,4 +130,5 @@ class Meter:
 
     def _move(self, source: Category, target: Category, device_s: float) -> None:
         """As much as there is: what a worker measured may exceed what was charged here by clock noise."""
-        self.ledger.move(source, target, min(device_s, self.ledger.device_s[source]))
+        self._charge()
+        self._ledger.move(source, target, min(device_s, self._ledger.device_s[source]))

@@ -11,6 +11,7 @@ Words used here, in the messages and in the protocol:
 from __future__ import annotations
 
 import json
+from functools import cached_property
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
@@ -23,9 +24,13 @@ class Wire(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
 
-    def encode(self) -> bytes:
-        """The JSON text that goes over the wire."""
+    @cached_property
+    def _text(self) -> bytes:
         return json.dumps(self.model_dump(mode="python", by_alias=True)).encode()
+
+    def encode(self) -> bytes:
+        """The JSON text that goes over the wire; made once, since an order may go to thousands."""
+        return self._text
 
 
 class Move(Wire):

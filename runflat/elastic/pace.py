@@ -12,8 +12,9 @@ from dataclasses import replace
 
 from runflat.cluster.events import Event, EventKind
 from runflat.elastic.actions import Note, Turn
+from runflat.elastic.device import Standing
 from runflat.elastic.messages import StepReport
-from runflat.elastic.state import Standing, State
+from runflat.elastic.state import State
 
 LEAST_CHANGE = 0.25
 """A factor is only replaced by one that differs by this part of it: shares must not follow noise."""

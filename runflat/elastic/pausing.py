@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from runflat.elastic.actions import Turn
 from runflat.elastic.choice import choose
+from runflat.elastic.device import Standing
 from runflat.elastic.orders import Exit
-from runflat.elastic.state import Stage, Standing, State
+from runflat.elastic.state import Stage, State
 from runflat.plan.strategies import Decision
 
 
@@ -33,8 +34,10 @@ def words(state: State, decision: Decision) -> str:
 def is_over(turn: Turn) -> bool:
     """Whether those who are there now can do the batch; looked at once for each set of them."""
     state = turn.state
+    if state.stage is not Stage.PAUSE or state.dying():
+        return False
     fit = frozenset((*state.live(), *state.standby()))
-    if state.stage is not Stage.PAUSE or state.dying() or fit == state.considered:
+    if fit == state.considered:
         return False
     turn.set(considered=fit)
     decision = choose(state)

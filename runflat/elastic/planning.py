@@ -51,6 +51,8 @@ class Planner:
     """Replicas that cannot be boosted beyond this speed at present, whatever `power` says."""
     domains: Mapping[str, str] = field(default_factory=dict)
     """Domain of each device where a replica must not span several; empty where it may."""
+    _works: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What `device_work` has found, by dead slots."""
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -126,12 +128,14 @@ class Planner:
 
     def device_work(self, replica: int, dead: tuple[int, ...]) -> tuple[int, ...]:
         """FLOPs of one sequence on each survivor, by slot."""
-        tp = self.job.tp_full
-        slots = tuple(None if slot in dead else "" for slot in range(tp))
-        kinds = self.spec.assigned_kinds
-        dealt = tuple((kind.name, assign(kind.num_units, tp, dead)) for kind in kinds)
-        found = loads(self.spec, ReplicaPlan(replica, slots, dealt, 0), self.seq_len)
-        return tuple(found[slot] for slot in sorted(found))
+        if dead not in self._works:  # all replicas are alike in this
+            tp = self.job.tp_full
+            slots = tuple(None if slot in dead else "" for slot in range(tp))
+            kinds = self.spec.assigned_kinds
+            dealt = tuple((kind.name, assign(kind.num_units, tp, dead)) for kind in kinds)
+            found = loads(self.spec, ReplicaPlan(replica, slots, dealt, 0), self.seq_len)
+            self._works[dead] = tuple(found[slot] for slot in sorted(found))
+        return self._works[dead]
 
     def full_plan(self) -> Plan:
         """The plan in health."""
@@ -155,7 +159,7 @@ class Planner:
             )
         return replace(plan, replicas=replicas)
 
-    def _held(self, plan: Plan, device: str) -> Units:
+    def _held(self, plan: Plan, device: str) -> dict[str, frozenset[int]]:
         return {kind: frozenset(units) for kind, units in plan.held(self.spec.kinds, device).items()}
 
     def missing(self, holdings: Mapping[str, Plan]) -> tuple[str, ...]:
@@ -171,11 +175,12 @@ class Planner:
         return max((step for step, have in steps.items() if not self._missing(have)), default=None)
 
     def _missing(self, have: Collection[Units]) -> tuple[str, ...]:
+        there = {kind.name: set().union(*(units.get(kind.name, ()) for units in have)) for kind in self.spec.kinds}
         return tuple(
             f"{kind.name} {unit}"
             for kind in self.spec.kinds
             for unit in range(kind.num_units)
-            if not any(unit in units.get(kind.name, ()) for units in have)
+            if unit not in there[kind.name]
         )
 
     def moves(
@@ -218,27 +223,46 @@ class Planner:
 
     def _moves(self, have: Mapping[str, Units], plan: Plan) -> Moves:
         """Each source sends as little as possible; a holder in the target's replica, so on its fast links, first."""
-        members = plan.devices
-        sent = dict.fromkeys(members, 0)
+        sent = dict.fromkeys(plan.devices, 0)
+        wanted = self._wanted(have, plan)
+        holders = self._holders(have, plan, wanted)
         moves: list[Move] = []
-        lost: set[str] = set()
-        for target in members:
-            wanted = dict(self._held(plan, target))
-            if REPLICATED in have.get(target, {}):
-                wanted[REPLICATED] = frozenset({0})
-            for kind, units in wanted.items():
-                for unit in sorted(units - have.get(target, {}).get(kind, frozenset())):
-                    found = [device for device in members if unit in have.get(device, {}).get(kind, ())]
-                    if not found:
-                        lost.add(f"{kind} {unit}")
-                        continue
-                    source = _nearest(found, plan, target, sent)
-                    num_bytes = unit_bytes(self.spec, kind, unit, self.bytes_per_element)
-                    sent[source] += num_bytes
-                    moves.append(
-                        Move(kind=kind, start=unit, stop=unit + 1, source=source, target=target, num_bytes=num_bytes)
-                    )
+        for target, kind, unit in wanted:
+            found = holders[kind, unit]
+            if found:
+                source = _nearest(found, plan, target, sent)
+                num_bytes = unit_bytes(self.spec, kind, unit, self.bytes_per_element)
+                sent[source] += num_bytes
+                moves.append(
+                    Move(kind=kind, start=unit, stop=unit + 1, source=source, target=target, num_bytes=num_bytes)
+                )
+        lost = {f"{kind} {unit}" for (kind, unit), found in holders.items() if not found}
         return Moves(_joined(moves), tuple(sorted(lost)))
+
+    def _wanted(self, have: Mapping[str, Units], plan: Plan) -> list[tuple[str, str, int]]:
+        """(device, kind, unit) of all that a device of `plan` does not have."""
+        found: list[tuple[str, str, int]] = []
+        for target in plan.devices:
+            own = have.get(target, {})
+            units = self._held(plan, target) | ({REPLICATED: frozenset({0})} if REPLICATED in own else {})
+            for kind, numbers in units.items():
+                found += ((target, kind, unit) for unit in sorted(numbers - own.get(kind, frozenset())))
+        return found
+
+    @staticmethod
+    def _holders(
+        have: Mapping[str, Units], plan: Plan, wanted: Iterable[tuple[str, str, int]]
+    ) -> dict[tuple[str, int], list[str]]:
+        """Devices of `plan` that have each unit that is wanted, in the plan's order."""
+        found: dict[tuple[str, int], list[str]] = {(kind, unit): [] for _, kind, unit in wanted}
+        units: dict[str, set[int]] = {}
+        for kind, unit in found:
+            units.setdefault(kind, set()).add(unit)
+        for device in plan.devices:
+            for kind, numbers in units.items():
+                for unit in numbers & have.get(device, {}).get(kind, frozenset()):
+                    found[kind, unit].append(device)
+        return found
 
 
 def _nearest(candidates: Iterable[str], plan: Plan, target: str, sent: Mapping[str, int]) -> str:

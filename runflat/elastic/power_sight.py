@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
+from runflat.elastic.device import Standing
 from runflat.elastic.planning import Planner
 from runflat.elastic.power_setting import PowerSetting
-from runflat.elastic.state import GrowthStage, Standing, State
+from runflat.elastic.state import GrowthStage, State
 from runflat.plan.cost import loads
 from runflat.plan.plan import Plan
 from runflat.power.devices import ALARMS

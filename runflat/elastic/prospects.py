@@ -10,7 +10,7 @@ from runflat.elastic.joining import Feeds, Newcomer
 from runflat.elastic.orders import Feed, Power, Prepare, Receive, Unfeed, Unprepare
 from runflat.parallel.comms import AbortedError, CommsError
 from runflat.parallel.sockets import GroupSockets
-from runflat.plan.plan import Plan, plan_from_json
+from runflat.plan.plan import Plan, plan_from_wire
 from runflat.train.engine import Engine
 
 ORDERS = (Prepare, Unprepare, Receive, Feed, Unfeed, Power)
@@ -56,7 +56,7 @@ class Prospects:
             self.feeds.stop(order.target)
 
     def _prepare(self, order: Prepare) -> None:
-        plan = plan_from_json(order.plan)
+        plan = plan_from_wire(order.plan)
         self.forget_groups()
         if plan.place(self._device_id) is None:
             self._say("prepared", generation=order.generation)  # it leaves: there is nothing to form

@@ -31,9 +31,11 @@ from runflat.elastic.actions import (
     Tick,
     Turn,
 )
+from runflat.elastic.device import PRESENT, Device, Standing
 from runflat.elastic.orders import Exit
 from runflat.elastic.planning import Planner
-from runflat.elastic.state import PRESENT, Device, GrowthStage, Limits, Stage, Standing, State
+from runflat.elastic.roster import Roster
+from runflat.elastic.state import GrowthStage, Limits, Stage, State
 
 
 def first_state(
@@ -75,7 +77,7 @@ def first_state(
         generation=generation,
         secret=secret,
         network=network,
-        devices=devices,
+        devices=Roster(devices),
         committed=start_step,
         clean=start_step,
         checkpoint=(start_step, checkpoint) if checkpoint else None,
@@ -194,7 +196,7 @@ def _on_done(turn: Turn, name: str, message: messages.Done) -> None:
     turn.set(done=state.done | {name}, stopped=state.stopped or message.stopped, progress_at=turn.now)
     if state.growth is not None and state.growth.stage is not GrowthStage.SWITCH:
         growth.cancel(turn, "the run is ending")
-    if set(state.members()) <= turn.state.done:
+    if state.all_in(turn.state.done):
         turn.finish()
 
 

@@ -9,9 +9,10 @@ from runflat.cluster.ledger import Incident
 from runflat.elastic import heal, pausing, restart
 from runflat.elastic.actions import Closed, Grew, Opened, Planned, Took, Turn
 from runflat.elastic.choice import choose, note
+from runflat.elastic.device import Standing
 from runflat.elastic.messages import Commit, Formed, LowMem, Ready, Running, Status
 from runflat.elastic.orders import Abort, Exit, Go, PlanOrder, Resume, Stop
-from runflat.elastic.state import Disturbance, GrowthStage, Stage, Standing, State
+from runflat.elastic.state import Disturbance, GrowthStage, Stage, State
 from runflat.errors import PlanError
 from runflat.plan.batch import BatchRule
 from runflat.plan.plan import Plan
@@ -108,7 +109,9 @@ def on_status(turn: Turn, device: str, status: Status) -> None:
 def check_statuses(turn: Turn) -> None:
     """Plan, if all that live have said where they stand and all that were killed are gone."""
     state = turn.state
-    if state.stage is Stage.ABORT and not state.dying() and set(state.live()) <= state.statuses.keys():
+    if state.stage is not Stage.ABORT or state.dying() or len(state.statuses) < len(state.live()):
+        return
+    if set(state.live()) <= state.statuses.keys():
         turn.lap("abort")
         replan(turn)
 
@@ -172,7 +175,7 @@ def _adopt(turn: Turn, plan: Plan, resume: Resume, reason: str) -> None:
     )
     turn.enter(Stage.READY)
     network = dict(state.network) if state.network is not None else None
-    order = PlanOrder(generation=plan.generation, plan=plan.to_json(), resume=resume, network=network)
+    order = PlanOrder(generation=plan.generation, plan=plan.to_wire(), resume=resume, network=network)
     turn.send(members, order)
     turn.do(Planned(plan, resume, reason, None if resume.back else state.scalars))
 
@@ -253,7 +256,7 @@ def on_ready(turn: Turn, device: str, ready: Ready) -> None:
     if state.stage is not Stage.READY or state.plan is None or ready.generation != state.plan.generation:
         return
     turn.set(answered=state.answered | {device})
-    if set(state.members()) <= turn.state.answered:
+    if state.all_in(turn.state.answered):
         opened = state.disturbance
         loads = state.loading and opened is not None and opened.strategy == Strategy.RESTART.value
         turn.lap("restart" if loads else "barrier")
@@ -283,9 +286,9 @@ def on_formed(turn: Turn, device: str, formed: Formed) -> None:
     """A member's groups stand; when all do, units move."""
     state = turn.state
     if state.stage is Stage.FORM and state.plan is not None and formed.generation == state.plan.generation:
-        before = set(state.members()) <= state.formed
+        before = state.all_in(state.formed)
         turn.set(formed=state.formed | {device})
-        if not before and set(state.members()) <= turn.state.formed:
+        if not before and state.all_in(turn.state.formed):
             turn.lap("form")
 
 
@@ -302,7 +305,7 @@ def on_running(turn: Turn, device: str, running: Running) -> None:
     if state.disturbance is not None:
         moved = state.disturbance.bytes_moved + running.bytes_moved
         turn.set(disturbance=replace(state.disturbance, bytes_moved=moved))
-    if set(state.members()) <= turn.state.answered:
+    if state.all_in(turn.state.answered):
         take_force(turn)
 
 

@@ -7,8 +7,9 @@ strategy does. From copies in memory the processes stay, since the copies live i
 from __future__ import annotations
 
 from runflat.elastic.actions import Start, Turn
+from runflat.elastic.device import Device, Standing
 from runflat.elastic.orders import Exit
-from runflat.elastic.state import Device, Stage, Standing
+from runflat.elastic.state import Stage
 from runflat.plan.strategies import Decision
 
 
@@ -28,7 +29,7 @@ def launch(turn: Turn, name: str, *, awaited: bool = False) -> None:
         healthy=old.standing is Standing.PARKED,
         awaited=awaited,
     )
-    turn.set(devices={**turn.state.devices, name: fresh})
+    turn.set(devices=turn.state.devices.changed(fresh))
     turn.do(Start(name, fresh.incarnation))
 
 

@@ -31,7 +31,7 @@ from runflat.errors import RunError
 from runflat.parallel.comms import AbortedError, CommsError, Interrupt, Network
 from runflat.parallel.move import NOTHING, Change, execute_transfers, read_state
 from runflat.parallel.sockets import GroupSockets, Sockets
-from runflat.plan.plan import Place, Plan, plan_from_json
+from runflat.plan.plan import Place, Plan, plan_from_wire
 from runflat.plan.transfers import Transfer
 from runflat.train.engine import Engine
 from runflat.train.job import Job, timeline_of, worker_device
@@ -210,7 +210,7 @@ class Session:
 
     def _take_plan(self, order: PlanOrder) -> None:
         """Bring the state to where the plan starts, then report ready."""
-        plan, resume, engine = plan_from_json(order.plan), order.resume, self.engine
+        plan, resume, engine = plan_from_wire(order.plan), order.resume, self.engine
         place = self._place(plan)
         short = engine.memory_short(plan, place)
         if short is not None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
+from runflat.elastic.device import Standing
 from runflat.elastic.messages import MemoryCopy, Status
 from runflat.elastic.orders import Move
 from runflat.elastic.planning import Planner
+from runflat.elastic.roster import Roster
 from runflat.plan.plan import Plan
 from runflat.plan.strategies import Decision
 
@@ -34,29 +36,8 @@ class Stage(StrEnum):
     """The end, good or bad."""
 
 
-class Standing(StrEnum):
-    """What a device is to the job; the words of devices.json."""
-
-    STARTING = "starting"
-    """Its process starts, imports, tests itself."""
-    STANDBY = "standby"
-    """Tested; waits for a place, or is being fed."""
-    ACTIVE = "active"
-    """Trains."""
-    DRAINING = "draining"
-    """Trains, and leaves at the next step boundary."""
-    LOST = "lost"
-    """Failed; comes back after its back-off, or when a person says so."""
-    PARKED = "parked"
-    """Healthy, but without work: drained, or of a replica that left."""
-    OUT = "out"
-    """Failed too often: stays out until a person says return."""
-
-
 SAME_MEMBERS = "same members"
 """Stands for a link of the chain where nobody has to leave or to come."""
-LIVE = (Standing.ACTIVE, Standing.DRAINING)
-PRESENT = (Standing.STARTING, Standing.STANDBY, *LIVE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,57 +79,6 @@ class Limits:
     """Waiting time after a device's first failure; doubles with each."""
     auto_return: bool = True
     """Whether a lost device's process is started again without being asked for."""
-
-
-@dataclass(frozen=True)
-class Device:
-    """One device as the controller sees it. Times are seconds since the start of the run."""
-
-    name: str
-    standing: Standing
-    since: float
-    incarnation: int = 0
-    hello: bool = False
-    present: bool = True
-    """Its process may still exist."""
-    heard: float = 0.0
-    waiting_s: float = 0.0
-    """Recent seconds between two heartbeats in which it waited for peers."""
-    waited_s: float = 0.0
-    """Seconds that its process has waited for peers, as far as heard."""
-    intervals: tuple[float, ...] = ()
-    """Recent times between heartbeats."""
-    phase: str = "import"
-    waits_for: str | None = None
-    since_when: float = 0.0
-    """Since when it waits, or works without waiting."""
-    committed: int = 0
-    holds: int = -1
-    """Generation of the plan whose units it has complete."""
-    failures: int = 0
-    """How often it was lost, as its back-off counts: from the start, or since a person or a script let it return."""
-    num_losses: int = 0
-    """How often it was lost."""
-    heals: int = 0
-    """How often its bits were wrong."""
-    restart_at: float | None = None
-    by_word: bool = False
-    """Comes back only when a person says so."""
-    scripted: bool = False
-    """A script strikes it, and says when it comes back, each time."""
-    awaited: bool = False
-    """No plan is made before its process is up: the run begins, or starts again."""
-    ending: bool = False
-    """Its process is to end for a restart; then a new one starts."""
-    healthy: bool = False
-    """Starts although it had not failed: its replica becomes whole, or it is a spare."""
-    surplus: bool = False
-    """Parked because its replica left, so it comes back with it."""
-    killed_at: float | None = None
-    fault_at: float | None = None
-    """Since when it was at fault, where it was killed for that."""
-    cause: str = ""
-    """Why it was killed or lost."""
 
 
 @dataclass(frozen=True)
@@ -262,7 +192,7 @@ class State:
     network: Mapping[str, Any] | None = None
     stage: Stage = Stage.START
     stage_since: float = 0.0
-    devices: Mapping[str, Device] = field(default_factory=dict)
+    devices: Roster = field(default_factory=Roster)
     plan: Plan | None = None
     """The plan in force, or being taken up."""
     plans: Mapping[int, Plan] = field(default_factory=dict)
@@ -335,23 +265,28 @@ class State:
 
     def live(self) -> tuple[str, ...]:
         """Devices that train and have not been killed."""
-        return tuple(d.name for d in self.devices.values() if d.standing in LIVE and d.killed_at is None)
+        return self.devices.standings.live
 
     def members(self) -> tuple[str, ...]:
         """Devices of the plan."""
         return self.plan.devices if self.plan else ()
 
+    def all_in(self, names: Collection[str]) -> bool:
+        """Whether all devices of the plan are among `names`, of which most calls have fewer."""
+        members = self.members()
+        return len(names) >= len(members) and set(members) <= set(names)
+
     def standing(self, *standings: Standing) -> tuple[str, ...]:
         """Names of the devices with one of these standings."""
-        return tuple(d.name for d in self.devices.values() if d.standing in standings)
+        return self.devices.standings.names(*standings)
 
     def standby(self) -> tuple[str, ...]:
         """Devices that are tested and wait, and have not been killed."""
-        return tuple(d.name for d in self.devices.values() if d.standing is Standing.STANDBY and d.killed_at is None)
+        return self.devices.standings.standby
 
     def dying(self) -> tuple[str, ...]:
         """Devices that train, were killed, and whose end is not confirmed yet."""
-        return tuple(d.name for d in self.devices.values() if d.standing in LIVE and d.killed_at is not None)
+        return self.devices.standings.dying
 
     @property
     def median_step_s(self) -> float | None:

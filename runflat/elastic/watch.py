@@ -12,21 +12,11 @@ from runflat.cluster.events import Event, EventKind
 from runflat.elastic import growth as changes
 from runflat.elastic import heal
 from runflat.elastic.actions import Note, Turn
+from runflat.elastic.device import PRESENT, Device, Standing
 from runflat.elastic.losses import initial, kill, lose, start
 from runflat.elastic.messages import FormFail, Heartbeat, Mismatch, Suspect
 from runflat.elastic.recovery import again, fail
-from runflat.elastic.state import (
-    PRESENT,
-    Device,
-    Distrust,
-    Flake,
-    Growth,
-    GrowthStage,
-    Stage,
-    Standing,
-    State,
-    Suspicion,
-)
+from runflat.elastic.state import Distrust, Flake, Growth, GrowthStage, Stage, State, Suspicion
 
 NUM_INTERVALS = 16
 STUCK_FACTOR = 10.0
@@ -104,7 +94,7 @@ def _of_job(state: State) -> Iterable[Deadline]:
         wait = limits.start_s if state.loading else limits.timeout_s
         yield Deadline(Due.ANSWERS, "adopting the plan", since + wait, owing)
     elif state.stage is Stage.FORM:
-        all_formed = set(state.members()) <= state.formed
+        all_formed = state.all_in(state.formed)
         name, wait = ("transfers", limits.start_s) if all_formed else ("forming groups", limits.timeout_s)
         yield Deadline(Due.ANSWERS, name, since + wait, owing)
     elif state.stage is Stage.RUN and state.done:
@@ -131,7 +121,7 @@ def owed(state: State) -> tuple[str, ...]:
         return tuple(device.name for device in initial(state) if not device.hello)
     if state.stage is Stage.ABORT:
         return (*(name for name in state.live() if name not in state.statuses), *state.dying())
-    if state.stage is Stage.FORM and not set(state.members()) <= state.formed:
+    if state.stage is Stage.FORM and not state.all_in(state.formed):
         return tuple(name for name in state.members() if name not in state.formed | state.answered)
     answered = state.done if state.stage is Stage.RUN else state.answered
     return tuple(name for name in state.members() if name not in answered)

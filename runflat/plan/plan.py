@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
@@ -105,13 +105,71 @@ class Plan:
 
     def to_json(self) -> str:
         """JSON text; `plan_from_json` gives an equal plan back."""
-        return json.dumps(asdict(self))
+        return json.dumps({**_fields(self), "replicas": [_fields(replica) for replica in self.replicas]})
+
+    def to_wire(self) -> str:
+        """Short text for those who carry the plan out; `plan_from_wire` gives an equal plan back.
+
+        Each device is told of all others, so its size counts with the square of a job. Replicas that hold alike share
+        one list of ranges, and a device that sits where it was started is a 1: a few bytes for each device.
+        """
+        dealt: dict[Any, int] = {}
+        replicas = []
+        for replica in self.replicas:
+            number = dealt.setdefault(replica.assignments, len(dealt))
+            devices = [_seat(replica.replica, slot, device) for slot, device in enumerate(replica.devices)]
+            replicas.append((replica.replica, devices, number, replica.num_sequences))
+        ranges = [
+            [(name, [_ranges(units) for units in assignment]) for name, assignment in assignments]
+            for assignments in dealt
+        ]
+        return json.dumps([self.generation, self.tp_full, ranges, replicas], separators=(",", ":"))
 
 
 def plan_from_json(text: str) -> Plan:
     """The plan that `Plan.to_json` wrote."""
     data: dict[str, Any] = json.loads(text)
     return Plan(data["generation"], data["tp_full"], tuple(_replica(entry) for entry in data["replicas"]))
+
+
+def _fields(found: Plan | ReplicaPlan) -> dict[str, Any]:
+    """The fields as they are: `asdict` would copy every unit first."""
+    return {field.name: getattr(found, field.name) for field in fields(found)}
+
+
+def _seat(replica: int, slot: int, device: str | None) -> str | int:
+    """0 for nobody, 1 for the device that was started for the place."""
+    return 0 if device is None else 1 if device == f"{replica}:{slot}" else device
+
+
+def _ranges(units: Sequence[int]) -> list[int]:
+    """First and last unit of each run of neighbours."""
+    found: list[int] = []
+    for unit in units:
+        if found and found[-1] == unit - 1:
+            found[-1] = unit
+        else:
+            found += (unit, unit)
+    return found
+
+
+def plan_from_wire(text: str) -> Plan:
+    """The plan that `Plan.to_wire` wrote."""
+    generation, tp_full, ranges, rows = json.loads(text)
+    dealt = [
+        tuple((name, tuple(tuple(_units(listed)) for listed in assignment)) for name, assignment in assignments)
+        for assignments in ranges
+    ]
+    replicas = []
+    for number, devices, which, num_sequences in rows:
+        names = (f"{number}:{slot}" if name == 1 else name or None for slot, name in enumerate(devices))
+        replicas.append(ReplicaPlan(number, tuple(names), dealt[which], num_sequences))
+    return Plan(generation, tp_full, tuple(replicas))
+
+
+def _units(ranges: Sequence[int]) -> Iterator[int]:
+    for first, last in zip(ranges[::2], ranges[1::2], strict=True):
+        yield from range(first, last + 1)
 
 
 def _replica(entry: Mapping[str, Any]) -> ReplicaPlan:

@@ -317,7 +317,8 @@ def _leaving(asked: _Question, choices: Mapping[int, Choice], seats: Mapping[Pla
 def _choices(asked: _Question, seats: dict[Place, str]) -> dict[int, Choice]:
     """The choice for each hit replica that is not out already; seats spares."""
     job, chain, waiting = asked.job, asked.chain, asked.waiting
-    spares = [device for device in asked.health.live if device not in set(seats.values())]
+    seated = set(seats.values())
+    spares = [device for device in asked.health.live if device not in seated]
     hit = {replica: _dead_slots(job, asked.health, seats, replica) for replica in range(job.num_replicas)}
     going = {replica for replica in hit if not hit[replica] and replica not in waiting}
     choices: dict[int, Choice] = {}

@@ -14,8 +14,9 @@ import pytest
 from runflat.check.diff import compare
 from runflat.check.live import Watch, until
 from runflat.elastic.controller import Controller, Workers
+from runflat.elastic.device import Standing
 from runflat.elastic.launch_threads import ThreadWorkers
-from runflat.elastic.state import Limits, Stage, Standing
+from runflat.elastic.state import Limits, Stage
 from runflat.train.checkpoint import newest_checkpoint
 
 STEP_PHASES = ("forward", "backward", "sync", "commit", "update", "checkpoint")

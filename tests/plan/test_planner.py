@@ -2,12 +2,13 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from runflat.errors import PlanError
 from runflat.plan.assignment import base_assignment
-from runflat.plan.plan import Plan, plan_from_json
+from runflat.plan.plan import Plan, plan_from_json, plan_from_wire
 from runflat.plan.planner import build_plan, live_devices
 from runflat.plan.sync_groups import sync_layout
 from runflat.plan.transfers import transfers
@@ -22,6 +23,10 @@ def test_json_round_trip(make_spec: MakeSpec, make_plan: MakePlan) -> None:
     plan = make_plan(make_spec(), 4, 3, [(0, 1), (2, 0), (2, 3)])
     assert plan.place("1:2") == (1, 2)
     assert plan_from_json(plan.to_json()) == plan
+    moved = replace(plan, replicas=(*plan.replicas[:2], replace(plan.replicas[2], devices=(None, "s0", "0:1", None))))
+    for known in (plan, moved):
+        assert plan_from_wire(known.to_wire()) == known
+        assert hash(plan_from_wire(known.to_wire())) == hash(known)
     assert json.loads(plan.to_json())["replicas"][0]["devices"] == ["0:0", None, "0:2", "0:3"]
     assert hash(plan_from_json(plan.to_json())) == hash(plan)
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from runflat.elastic.actions import Heard, Start
+from runflat.elastic.device import Standing
 from runflat.elastic.fake_world import World
 from runflat.elastic.messages import Back, Exited
-from runflat.elastic.state import Standing
 from runflat.plan.strategies import parse_chain
 
 LONG_S = 40.0

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from runflat.elastic.actions import Asked, Published
+from runflat.elastic.device import Standing
 from runflat.elastic.fake_world import World
-from runflat.elastic.state import Stage, Standing
+from runflat.elastic.state import Stage
 from runflat.plan.batch import BatchRule
 from runflat.plan.strategies import parse_chain
 from runflat.sim.decided import Decided

@@ -9,10 +9,11 @@ import pytest
 from runflat.cluster.ledger import Category
 from runflat.elastic import orders
 from runflat.elastic.actions import Asked, Closed, Finish, Grew, Reply, Say, Send, StopAsked
+from runflat.elastic.device import Standing
 from runflat.elastic.fake_launcher import Fault
 from runflat.elastic.fake_world import World
 from runflat.elastic.meter import Meter
-from runflat.elastic.state import Stage, Standing
+from runflat.elastic.state import Stage
 from runflat.elastic.watch import waits
 from runflat.plan.batch import BatchRule
 from runflat.plan.strategies import parse_chain

@@ -10,9 +10,10 @@ import pytest
 from runflat.cluster.events import EventKind
 from runflat.elastic import messages, orders
 from runflat.elastic.actions import Asked, Closed, Grew, Heard, Note, Reply, Say, Send, Start, StopAsked
+from runflat.elastic.device import Standing
 from runflat.elastic.fake_launcher import Fault
 from runflat.elastic.fake_world import World
-from runflat.elastic.state import GrowthStage, Standing
+from runflat.elastic.state import GrowthStage
 from runflat.plan.strategies import Strategy
 
 LOSS = Fault("kill", "1:2", "forward", 3)

@@ -20,10 +20,11 @@ from runflat.elastic.actions import (
     Start,
     Tick,
 )
+from runflat.elastic.device import Standing
 from runflat.elastic.fake_launcher import Fault
 from runflat.elastic.fake_world import World
 from runflat.elastic.protocol import decide
-from runflat.elastic.state import Stage, Standing, State
+from runflat.elastic.state import Stage, State
 
 Actions = tuple[Action, ...]
 ALL = {"0:0", "0:1", "0:2", "0:3", "1:0", "1:1", "1:2", "1:3"}

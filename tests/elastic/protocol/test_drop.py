@@ -5,11 +5,11 @@ from typing import Any
 
 from runflat.elastic import orders
 from runflat.elastic.actions import Action, Closed, Grew, Heard, Planned, Send, Start
+from runflat.elastic.device import Standing
 from runflat.elastic.fake_launcher import Fault
 from runflat.elastic.fake_world import World
 from runflat.elastic.messages import Exited, Message, Status
 from runflat.elastic.protocol import decide
-from runflat.elastic.state import Standing
 from runflat.plan.strategies import Strategy
 
 DROP = (Strategy.DROP,)

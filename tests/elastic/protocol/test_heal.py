@@ -10,10 +10,11 @@ import pytest
 
 from runflat.elastic import messages, orders
 from runflat.elastic.actions import Action, Closed, Heard, Note, Planned, Published, Say, Send
+from runflat.elastic.device import Standing
 from runflat.elastic.fake_world import World
 from runflat.elastic.heal import Verdict, judge
 from runflat.elastic.protocol import decide
-from runflat.elastic.state import Limits, Stage, Standing, State
+from runflat.elastic.state import Limits, Stage, State
 
 DEVICES = tuple(f"{replica}:{slot}" for replica in range(3) for slot in range(4))
 UNIT, OTHER = "head 3", "ffn 5"

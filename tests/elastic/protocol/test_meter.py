@@ -7,10 +7,12 @@ import pytest
 
 from runflat.cluster.ledger import Category
 from runflat.elastic.actions import Opened, Planned, Took
+from runflat.elastic.device import Standing
 from runflat.elastic.fake_world import World
 from runflat.elastic.meter import Meter
 from runflat.elastic.orders import Resume
-from runflat.elastic.state import Disturbance, Stage, Standing, State
+from runflat.elastic.roster import Roster
+from runflat.elastic.state import Disturbance, Stage, State
 
 
 @pytest.fixture
@@ -51,7 +53,7 @@ def test_standing_decides_while_stage_decides_for_who_trains(state: State) -> No
     assert state.plan is not None
     meter.learn(state, Took(state.plan, 0))
     standings = {"0:0": Standing.LOST, "0:1": Standing.OUT, "0:2": Standing.PARKED, "0:3": Standing.STANDBY}
-    devices = {name: replace(d, standing=standings.get(name, d.standing)) for name, d in state.devices.items()}
+    devices = Roster({name: replace(d, standing=standings.get(name, d.standing)) for name, d in state.devices.items()})
     meter.advance(replace(state, devices=devices, stage=Stage.ABORT), 2.0)
     assert booked(meter) == {"start": 8.0, "reform": 4.0, "idle": 2.0, "failed": 2.0}
 

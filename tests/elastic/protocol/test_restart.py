@@ -8,12 +8,13 @@ import pytest
 from runflat.cluster.ledger import Category
 from runflat.elastic import orders
 from runflat.elastic.actions import Action, Asked, Closed, Heard, Planned, Published, Send, Start
+from runflat.elastic.device import Standing
 from runflat.elastic.fake_launcher import Fault
 from runflat.elastic.fake_world import World
 from runflat.elastic.messages import Exited, MemoryCopy, Message, Status
 from runflat.elastic.meter import Meter
 from runflat.elastic.protocol import decide
-from runflat.elastic.state import Stage, Standing, State
+from runflat.elastic.state import Stage, State
 from runflat.plan.strategies import Strategy, parse_chain
 
 

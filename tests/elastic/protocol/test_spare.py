@@ -8,10 +8,10 @@ import pytest
 from runflat.cluster.ledger import Category
 from runflat.elastic import orders
 from runflat.elastic.actions import Asked, Closed, Finish, Grew, Send
+from runflat.elastic.device import Standing
 from runflat.elastic.fake_launcher import Fault
 from runflat.elastic.fake_world import World
 from runflat.elastic.meter import Meter
-from runflat.elastic.state import Standing
 from runflat.plan.strategies import parse_chain
 
 LATE = 10
