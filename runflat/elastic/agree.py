@@ -26,9 +26,8 @@ def agree(comms: Comms, progress: Progress | None) -> Progress:
         own = torch.tensor([progress.step, progress.optimizer_step, progress.num_samples, *digest], dtype=torch.int64)
     # max(x) and max(~x) = ~min(x) in one reduction; who has nothing contributes the least value to both.
     both = torch.cat([own, own if progress is None else ~own])
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    shared = both.to(device)
-    comms.world.all_reduce(shared, "max")
+    shared = both.to(comms.device)
+    comms.reduce(shared, "max")
     largest, smallest = shared[: len(own)].cpu(), ~shared[len(own) :].cpu()
     if not torch.equal(largest, smallest):
         steps = sorted({int(largest[0]), int(smallest[0])})

@@ -64,10 +64,10 @@ def local_address(name: str, flag: str) -> str:
         ConfigError: it stands for none; says which `flag` has the value.
     """
     if name in {interface for _, interface in socket.if_nameindex()}:
-        address = _address_of(name)
-        if address is None:
+        addresses = _addresses_of(name)
+        if not addresses:
             raise ConfigError(f"{flag} is {name}, but this interface has no address; name another one, or an address.")
-        return address
+        return addresses[0]
     return resolved(name, flag)
 
 
@@ -88,14 +88,21 @@ def resolved(name: str, flag: str) -> str:
     return str(found[0][4][0])
 
 
-def _address_of(interface: str) -> str | None:
-    """An address of an interface, IPv4 first."""
+def interface_of(address: str) -> str | None:
+    """The interface of this machine that has `address`; None where none has."""
+    names = [name for _, name in socket.if_nameindex()]
+    return next((name for name in names if address in _addresses_of(name)), None)
+
+
+def _addresses_of(interface: str) -> list[str]:
+    """An IPv4 and an IPv6 address of an interface, as far as it has them."""
+    found: list[str | None] = []
     asked = struct.pack("256s", interface.encode()[:_MAX_INTERFACE_NAME])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as plain, contextlib.suppress(OSError):  # it has no IPv4
-        return socket.inet_ntoa(fcntl.ioctl(plain.fileno(), _SIOCGIFADDR, asked)[20:24])
+        found.append(socket.inet_ntoa(fcntl.ioctl(plain.fileno(), _SIOCGIFADDR, asked)[20:24]))
     with contextlib.suppress(OSError):  # no IPv6 in this kernel
-        return ipv6_address_of(interface, Path("/proc/net/if_inet6").read_text().splitlines())
-    return None
+        found.append(ipv6_address_of(interface, Path("/proc/net/if_inet6").read_text().splitlines()))
+    return [address for address in found if address is not None]
 
 
 def ipv6_address_of(interface: str, rows: Iterable[str]) -> str | None:

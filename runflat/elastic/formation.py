@@ -34,29 +34,29 @@ class Formation:
         network: Network,
         sockets: GroupSockets,
         store: Address,
-        cuda: bool,
+        device: torch.device,
     ):
         """Begin at once."""
         self.plan = plan
         self.seconds = 0.0
-        self._network = replace(network, interface_address=sockets.address(plan.generation))
+        self._network = replace(network, interface_address=sockets.address(plan.generation), made=sockets.made)
         self._sockets = sockets
         self._comms: Comms | None = None
         self._error: RunError | None = None
         self._abandoned = False
         self._finished = False
         threading.Thread(
-            target=self._run, args=(layout, place, store, cuda), name=f"form-{plan.generation}", daemon=True
+            target=self._run, args=(layout, place, store, device), name=f"form-{plan.generation}", daemon=True
         ).start()
 
-    def _run(self, layout: SyncLayout, place: Place, store: Address, cuda: bool) -> None:
+    def _run(self, layout: SyncLayout, place: Place, store: Address, device: torch.device) -> None:
         started = time.monotonic()
         generation = self.plan.generation
         comms: Comms | None = None
         error: RunError | None = None
         try:
             with self._sockets.recording(generation):
-                comms = self._form(layout, place, store, cuda)
+                comms = self._form(layout, place, store, device)
         except RunError as problem:
             error = problem.with_traceback(None)  # whose frames would keep what has formed
         except (RuntimeError, OSError) as problem:  # torch's store and gloo raise plain errors
@@ -72,17 +72,13 @@ class Formation:
         if abandoned or comms is None:
             self._sockets.forget(generation)
 
-    def _form(self, layout: SyncLayout, place: Place, store: Address, cuda: bool) -> Comms:
-        """Form all groups and prove them by one all-reduce over the world."""
+    def _form(self, layout: SyncLayout, place: Place, store: Address, device: torch.device) -> Comms:
+        """Form all groups and prove them."""
         timeout = timedelta(seconds=self._network.form_timeout_s)
         # A store client of its own: shutting its socket ends a wait for a member that will never come.
         client = TCPStore(store[0], store[1], is_master=False, timeout=timeout)
-        comms = Comms(client, self.plan, layout, place, self._network, cuda)
-        # Typed, since torch's default type belongs to the process: another thread may be building its model in float64.
-        ones = torch.ones(1, dtype=torch.float32, device="cuda" if cuda else "cpu")
-        comms.world.all_reduce(ones)
-        if int(ones) != comms.world.size:
-            raise CommsError(f"the first all-reduce of generation {self.plan.generation} counted {int(ones)} devices.")
+        comms = Comms(client, self.plan, layout, place, self._network, device)
+        comms.prove()
         return comms
 
     @property

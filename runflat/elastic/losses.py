@@ -113,7 +113,7 @@ def on_failed(turn: Turn, name: str, message: Failed) -> None:
     state = turn.state
     device = state.devices[name]
     member = device.standing in LIVE or (state.stage is Stage.START and device in initial(state))
-    if message.cause == "comms" or not member:
+    if message.cause in ("comms", "device") or not member:
         turn.device(name, cause=message.text)
     elif message.cause == "user":
         turn.finish(message.text, user_error=message.class_name)

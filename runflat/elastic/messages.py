@@ -243,10 +243,10 @@ class Done(_Said):
 
 
 class Failed(_Said):
-    """The worker ends by a Python error: `user` (unusable input), `comms` (a peer is gone) or `other`."""
+    """The worker ends by an error: `user` (unusable input), `comms` (a peer is gone), `device` (broken) or `other`."""
 
     type: Literal["error"] = "error"
-    cause: Literal["user", "comms", "other"]
+    cause: Literal["user", "comms", "device", "other"]
     class_name: str = Field(alias="class")
     text: str
     traceback: str

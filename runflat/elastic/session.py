@@ -79,7 +79,7 @@ class Session:
         )
         self.striker = Striker(job.inject, device_id)
         self.inbox = Inbox(channel, self._leave_below, self.striker.add)
-        self.engine = Engine(job, worker_device(index), self._phase, timeline)
+        self.engine = Engine(job, worker_device(index, job.emulated is not None), self._phase, timeline)
         self.inspection = Inspection(self.engine, self.say)
         self.duties = Duties(self.engine, self.say, self._phase, self.inspection.before_save, self.interrupt)
         self.base: Plan | None = None
@@ -302,8 +302,9 @@ class Session:
         self.say("formfail" if forming else "suspect", **fields)
 
     def _form(self, plan: Plan) -> Formation:
-        cuda, layout = self.engine.device.type == "cuda", self.engine.layout(plan)
-        return Formation(plan, layout, self._place(plan), self.network, self.sockets, self.store, cuda)
+        engine = self.engine
+        place, layout = self._place(plan), engine.layout(plan)
+        return Formation(plan, layout, place, self.network, self.sockets, self.store, engine.device)
 
     def _enter(self, plan: Plan, comms: Any, moves: tuple[Transfer, ...]) -> int:
         """Move state to `plan`'s layout over its groups, compare digests; returns the bytes received."""

@@ -16,12 +16,15 @@ from typing import Any
 
 import torch
 
+from runflat.elastic.communicators import Communicators
+from runflat.elastic.endpoint import interface_of
 from runflat.elastic.formation import Address
 from runflat.elastic.orders import Order, parse_order
 from runflat.elastic.session import Session
 from runflat.errors import RunflatError, UserError
 from runflat.parallel.comms import CommsError
-from runflat.parallel.sockets import Sockets
+from runflat.parallel.nccl import PROCESS_SETTINGS, is_device_error, site_settings
+from runflat.parallel.sockets import GroupSockets, Sockets
 from runflat.train.job import Job
 
 FAILED = 1
@@ -59,6 +62,8 @@ class PipeChannel:
 def error_message(error: BaseException) -> dict[str, Any]:
     """The message with which a worker ends that cannot go on."""
     cause = "user" if isinstance(error, UserError) else "comms" if isinstance(error, CommsError) else "other"
+    if is_device_error(error):
+        cause = "device"
     text = str(error) if isinstance(error, RunflatError) else f"{type(error).__name__}: {error}"
     return {
         "type": "error",
@@ -93,13 +98,29 @@ def worker_process(
         if index is None:
             index = _index(device_id, parsed.tp_full, parsed.replicas)
         returning = incarnation > 0 or ":" not in device_id
-        session = Session(parsed, device_id, channel, store, index, returning, Sockets(host))
+        groups = _groups(host, channel, parsed.emulated is not None)
+        session = Session(parsed, device_id, channel, store, index, returning, groups)
         loop = _user_loop(parsed.loop) if parsed.loop else Session.run
         loop(session)
     except BaseException as error:  # whatever it is, the controller must hear of it: it decides what the job does
         channel.send(error_message(error))
         code = FAILED
     os._exit(code)  # not by way of destructors, which may wait for peers that are gone
+
+
+def _groups(host: str, channel: PipeChannel, emulated: bool) -> GroupSockets:
+    """What ends the groups of a generation here: gloo's on CPUs, NCCL's on GPUs."""
+    if emulated or not torch.cuda.is_available():
+        return Sockets(host)
+    os.environ.update(PROCESS_SETTINGS)
+    for name, value in site_settings(interface_of(host)).items():
+        os.environ.setdefault(name, value)
+
+    def stuck(why: str) -> None:
+        channel.send(error_message(CommsError(f"{why}; its process ends, to be started again")))
+        os._exit(FAILED)
+
+    return Communicators(host, stuck)
 
 
 def _few_arenas() -> None:

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, ProcessGroupGloo, Store
+from torch.distributed import PrefixStore, Store
 
 from runflat.errors import RunError
+from runflat.parallel import gloo, nccl
 from runflat.plan.plan import Place, Plan
 from runflat.plan.sync_groups import Members, SyncLayout
 
@@ -29,8 +32,10 @@ Recorder = Callable[[str, int, int], None]
 SLICE_S = 0.2
 """Longest uninterrupted wait inside the backend: after this a waiting thread looks whether it is to leave."""
 
-GLOO_ATTEMPTS = 5
-"""How often gloo tries to connect to a member that has told its address and died: each try lasts its time-out."""
+POLL_S = 1e-4
+"""Pause between two looks at what a device does. They never block; a wait in the driver could not be left."""
+
+CPU = torch.device("cpu")
 
 _REDUCE_OPS: dict[str, Any] = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
@@ -76,7 +81,7 @@ class Network:
     `form_timeout_s` bounds the forming of one group; `backend`, called with (group name, rank, size), stands in for
     gloo and NCCL (a fake network, in tests); `interrupt` ends waits from another thread; `waiting` is told what a
     thread waits for once that takes longer than a slice, and None when it is over; `waited` the seconds of each wait
-    on the host.
+    on the host; `made` each backend of NCCL as it is made, with its generation.
     """
 
     interface_address: str = "127.0.0.1"
@@ -87,6 +92,7 @@ class Network:
     interrupt: Interrupt = field(default_factory=Interrupt)
     waiting: Callable[[str | None], None] = lambda what: None
     waited: Callable[[float], None] = lambda seconds: None
+    made: Callable[[int, Any], None] = lambda generation, backend: None
     launched: Callable[[str, str, int], Callable[[], None] | None] | None = None
     """Called with (group, operation, bytes) as a collective is launched; what it returns is called at its end."""
 
@@ -105,7 +111,7 @@ class Group:
         place: Place,
         store: Store | None,
         network: Network,
-        cuda: bool = False,
+        device: torch.device = CPU,
     ):
         """Connect to the other members; blocks until all of them are there or the forming time-out is over."""
         self.generation = generation
@@ -114,14 +120,39 @@ class Group:
         self.rank = members.index(place)
         self.size = len(members)
         self._network = network
-        self._cuda = cuda
+        self._device = device
         self._backend: Any = None
         if self.size > 1:
             if network.backend is not None:
                 self._backend = network.backend(self.name, self.rank, self.size)
             else:
                 assert store is not None
-                self._backend = _backend(PrefixStore(self.name, store), self.rank, self.size, network, cuda)
+                meet = PrefixStore(self.name, store)  # keys of an older generation are never met (pytorch#135712)
+                self._backend = self._connected(meet)
+
+    def _connected(self, store: Store) -> Any:
+        """The backend: of gloo, or of NCCL, which goes on connecting while this device forms its next group."""
+        network = self._network
+        try:
+            # gloo begins only when all are here: its own time-out is short, and must not count for who comes late.
+            store.set(f"here/{self.rank}", "")
+            here = [f"here/{member}" for member in range(self.size)]
+            store.wait(here, timedelta(seconds=network.form_timeout_s))
+            if self._device.type == "cpu":
+                return gloo.create(
+                    store,
+                    self.rank,
+                    self.size,
+                    network.interface_address,
+                    network.form_timeout_s,
+                    network.timeout_s,
+                )
+            backend = nccl.create(store, self.rank, self.size, self.name, network.timeout_s)
+            network.made(self.generation, backend)
+            nccl.connect(backend, self._device)
+        except RuntimeError as error:
+            raise CommsError(f"a group of {self.size} devices did not form: {error}") from error
+        return backend
 
     def all_reduce(self, tensor: torch.Tensor, op: Op = "sum") -> None:
         """Reduce `tensor` (contiguous) in place over the group and wait for the result."""
@@ -149,22 +180,28 @@ class Group:
         self._record(operation, payload)
         launched = self._network.launched
         ended = launched(self.name, operation, payload.nbytes) if launched else None
-        try:
+        # The handle keeps the payload alive, whatever streams it is used on, until it is waited for.
+        with failing(f"a collective on '{self.name}' could not be started"):
             work = call(self._backend)
             if ended is not None:
                 work.get_future().add_done_callback(lambda _: ended())
-        except RuntimeError as error:
-            raise CommsError(f"a collective on '{self.name}' could not be started: {error}") from error
         return work
 
     def wait(self, works: Sequence[Any]) -> None:
-        """Wait for handles of this group's generation.
+        """Wait for handles of this group's generation: on the CPU the thread does, on a GPU only its stream.
 
         Raises:
             CommsError: a collective failed, or the deadline passed; the message names the group.
             AbortedError: the generation was left meanwhile.
         """
-        wait_all(works, self.generation, self._network, self.name, host=not self._cuda)
+        if self._device.type == "cpu":
+            wait_all(works, self.generation, self._network, self.name)
+            return
+        for work in works:
+            self._network.interrupt.check(self.generation)
+            if work is not None:
+                with failing(f"a collective on '{self.name}' failed"):
+                    work.wait()
 
     def _record(self, operation: str, payload: torch.Tensor) -> None:
         if self._network.recorder is not None:
@@ -175,74 +212,81 @@ class Group:
         self._backend = None
 
 
-def _backend(store: PrefixStore, rank: int, size: int, network: Network, cuda: bool) -> Any:
-    if cuda:
-        nccl: Any = dist.ProcessGroupNCCL
-        options = nccl.Options()
-        options._timeout = timedelta(seconds=network.timeout_s)
-        return nccl(store, rank, size, options)
-    gloo: Any = ProcessGroupGloo  # torch's stub lacks the options
-    options = gloo._Options()
-    options._timeout = timedelta(seconds=network.form_timeout_s / GLOO_ATTEMPTS)
-    options._threads = 1
-    options._devices = [gloo.create_device(hostname=network.interface_address)]
+@contextmanager
+def failing(what: str) -> Iterator[None]:
+    """What a backend raises becomes a `CommsError`: `what`, and why. An error of the device stays what it is."""
     try:
-        # gloo begins only when all are here: its own time-out is short, and must not count for who comes late.
-        store.set(f"here/{rank}", "")
-        store.wait([f"here/{member}" for member in range(size)], timedelta(seconds=network.form_timeout_s))
-        backend = gloo(store, rank, size, options)
+        yield
     except RuntimeError as error:
-        raise CommsError(f"a group of {size} devices did not form: {error}") from error
-    backend.set_timeout(timedelta(seconds=network.timeout_s))
-    return backend
+        if nccl.is_device_error(error):
+            raise
+        raise CommsError(f"{what}: {error}") from error
 
 
-def wait_all(works: Sequence[Any], generation: int, network: Network, what: str, host: bool = True) -> None:
-    """Wait until every handle in `works` (None is ready) has finished.
+def wait_all(works: Sequence[Any], generation: int, network: Network, what: str, device: torch.device = CPU) -> None:
+    """Wait on the host until every handle in `works` (None is ready) has finished.
 
     A backend may never signal a collective whose peer has died, so the thread waits in slices and looks in between
-    whether its generation is to be left. With `host` false (CUDA) only the stream waits, as torch does.
+    whether its generation is to be left.
 
     Raises:
         CommsError: a collective failed, or the deadline passed; the message names `what`.
         AbortedError: the generation was left meanwhile.
     """
+    look = _look if device.type == "cpu" else _look_at_device
+    looks = [partial(look, work, generation, network, what) for work in works if work is not None]
+    _wait(looks, generation, network, what)
+
+
+Look = Callable[[], tuple[bool, RuntimeError | None]]
+"""Waits a moment: whether what it waits for has ended, and what was said instead."""
+
+
+def _wait(looks: Sequence[Look], generation: int, network: Network, what: str) -> None:
     began = time.monotonic()
-    deadline = began + network.timeout_s
     told = False
-    for work in works:
-        while work is not None:
-            network.interrupt.check(generation)
-            try:
-                if not host:
-                    work.wait()
-                    break
-                if work.wait(timedelta(seconds=SLICE_S)) is not False:
-                    break
-                late: RuntimeError | None = None
-            except RuntimeError as error:
-                # The slice is over, or the collective has failed; only a finished one knows.
-                if work.is_completed():
-                    _finished(work, generation, network, what)
-                    break
-                late = error
-            if not told:
+    for look in looks:
+        network.interrupt.check(generation)
+        while not (found := look())[0]:
+            waited_s = time.monotonic() - began
+            if not told and waited_s > SLICE_S / 2:
                 network.waiting(what)
                 told = True
-            if time.monotonic() > deadline:
-                raise CommsError(f"collective on '{what}' did not finish within {network.timeout_s:.0f} s.") from late
+            if waited_s > network.timeout_s:
+                raise CommsError(f"collective on '{what}' did not finish within {network.timeout_s:.0f} s.") from found[
+                    1
+                ]
+            network.interrupt.check(generation)
     network.waited(time.monotonic() - began)
     if told:
         network.waiting(None)
 
 
-def _finished(work: Any, generation: int, network: Network, what: str) -> None:
-    """Return if the finished `work` succeeded, else raise what its failure means."""
+def _look(work: Any, generation: int, network: Network, what: str) -> tuple[bool, RuntimeError | None]:
+    try:
+        return work.wait(timedelta(seconds=SLICE_S)) is not False, None
+    except RuntimeError as error:
+        # The slice is over, or the collective has failed; only a finished one knows.
+        if not work.is_completed():
+            return False, error
     try:
         work.wait(timedelta(seconds=SLICE_S))
     except RuntimeError as error:
         network.interrupt.check(generation)
         raise CommsError(f"collective on '{what}' failed: {error}") from error
+    return True, None
+
+
+def _look_at_device(work: Any, generation: int, network: Network, what: str) -> tuple[bool, RuntimeError | None]:
+    # Never a wait with a time-out: when it is over, torch aborts this communicator alone, from here (pytorch#119797).
+    if not work.is_completed():
+        network.interrupt.rest(generation, POLL_S)
+        return False, None
+    network.interrupt.check(generation)  # what is in flight is ended by an abort, too
+    if nccl.failed(work):
+        raise CommsError(f"collective on '{what}' failed.")
+    work.wait()  # orders this thread's stream behind it, and lets torch drop what it kept of the payload
+    return True, None
 
 
 class Comms:
@@ -252,17 +296,18 @@ class Comms:
     """
 
     def __init__(
-        self, store: Store, plan: Plan, layout: SyncLayout, place: Place, network: Network, cuda: bool = False
+        self, store: Store, plan: Plan, layout: SyncLayout, place: Place, network: Network, device: torch.device = CPU
     ):
         """Form all groups in one global order, so that no two devices wait for each other."""
         self.generation = plan.generation
         self.network = network
+        self.device = device
         replica = plan.replica(place[0])
         tp_members = tuple((place[0], slot) for slot in replica.live_slots)
 
         def form(name: str, members: Members) -> Group:
             network.interrupt.check(plan.generation)
-            return Group(plan.generation, name, members, place, store, network, cuda)
+            return Group(plan.generation, name, members, place, store, network, device)
 
         self.world = form("world", plan.places)
         self.tp = form(f"tp{place[0]}", tp_members)
@@ -277,12 +322,53 @@ class Comms:
         """The sync group of `members`; None for a single member."""
         return self.sync.get(members)
 
+    def prove(self) -> None:
+        """Have groups count their members: all of them where a group connects at its first use, else the world.
+
+        A group that has formed may still be wrong (NVIDIA/nccl#2397).
+
+        Raises:
+            CommsError: a group does not work.
+        """
+        groups = [self.world] if self.device.type == "cpu" else self.groups()
+        # Typed, since torch's default type belongs to the process: another thread may be building its model in float64.
+        for group in groups:
+            ones = torch.ones(1, dtype=torch.float32, device=self.device)
+            self.wait([group.launch_all_reduce(ones)], group.name)
+            if int(ones) != group.size:
+                raise CommsError(f"the first all-reduce of generation {self.generation} counted {int(ones)} devices.")
+
+    def groups(self) -> list[Group]:
+        """All groups, in the order in which they form."""
+        return [group for group in (self.world, self.tp, self.reshard, *self.sync.values()) if group is not None]
+
+    def reduce(self, tensor: torch.Tensor, op: Op = "sum") -> None:
+        """Reduce `tensor` in place over all devices, and wait on the host for the result."""
+        self.wait([self.world.launch_all_reduce(tensor, op)], self.world.name)
+
     def wait(self, works: Sequence[Any], what: str) -> None:
         """Wait on the host for handles of any group of this generation; the error names `what`."""
-        wait_all(works, self.generation, self.network, what)
+        wait_all(works, self.generation, self.network, what, self.device)
+
+    def catch_up(self, what: str) -> None:
+        """Wait on the host until the device has done what was launched so far, before the host reads a result.
+
+        Read at once, it would be waited for in the driver, where nobody knows why and an abort ends no wait.
+        """
+        if self.device.type == "cpu":
+            return
+        reached = torch.cuda.Event()
+        reached.record()
+
+        def look() -> tuple[bool, None]:
+            if reached.query():
+                return True, None
+            self.network.interrupt.rest(self.generation, POLL_S)
+            return False, None
+
+        _wait([look], self.generation, self.network, what)
 
     def close(self) -> None:
         """Drop all groups. Blocks while a collective of one of them is unfinished (gloo's destructor waits for it)."""
-        for group in (self.world, self.tp, self.reshard, *self.sync.values()):
-            if group is not None:
-                group.close()
+        for group in self.groups():
+            group.close()

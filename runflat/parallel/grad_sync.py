@@ -231,7 +231,7 @@ class GradSync:
         moves, self._arriving = self._arriving, None
         if moves is None:
             return
-        self._comms.wait([moves.work], "gradient sync")
+        moves.group.wait([moves.work])  # on a GPU its stream alone: the host goes on launching backward
         if moves.bucket is not None:
             moves.add()
             moves.bucket.reduce()
@@ -260,7 +260,8 @@ class GradSync:
         received = self._launch_exchange()
         for moves, bucket in self._turns:
             if moves is not None:
-                self._comms.wait([bucket.work if bucket else None], "gradient sync")
+                if bucket is not None and bucket.group is not None:
+                    bucket.group.wait([bucket.work])
                 moves.give_back()
         works = [carrier.work for carrier in self._carriers()]
         self._comms.wait([*works, *([received.work] if received else [])], "gradient sync")

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 LOOPBACK = "127.0.0.1"
 
@@ -66,6 +66,9 @@ class GroupSockets(Protocol):
     def recording(self, generation: int) -> AbstractContextManager[None]:
         """While it lasts the groups of `generation` form."""
 
+    def made(self, generation: int, backend: Any) -> None:
+        """A backend of `generation` is there, and will have connections."""
+
     def abort(self, generation: int) -> None:
         """Shut all sockets of `generation`, also while its groups are still forming."""
 
@@ -100,6 +103,9 @@ class Sockets:
                 yield
             finally:
                 self.end(generation)
+
+    def made(self, generation: int, backend: Any) -> None:
+        """Its sockets are found by themselves."""
 
     def begin(self, generation: int) -> None:
         """Groups of `generation` are about to form; call with `forming` held."""
@@ -160,6 +166,9 @@ class SharedSockets:
             with self._changed:
                 self._forming -= 1
                 self._changed.notify_all()
+
+    def made(self, generation: int, backend: Any) -> None:
+        """Its sockets are known by their address."""
 
     def settle(self, timeout_s: float) -> None:
         """Wait until no group forms any more, at most `timeout_s`."""

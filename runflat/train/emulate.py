@@ -116,7 +116,7 @@ class Pace:
     def meet(self, comms: Comms) -> None:
         """All devices have ended the step: the clock goes on to the latest of them."""
         latest = torch.tensor([self._own_end_s], dtype=torch.float64)
-        comms.world.all_reduce(latest, "max")
+        comms.reduce(latest, "max")
         end_s = float(latest)
         self.own_s = self._own_end_s - self._virtual_s
         self.billed_s = end_s - self._virtual_s

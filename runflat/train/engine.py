@@ -370,7 +370,7 @@ class Engine:
         model.train()
         if not self.reports:
             total.zero_()
-        self.comms.world.all_reduce(total)
+        self.comms.reduce(total)
         return float(total[0] / total[1])
 
     def shard_copy(self) -> ShardCopy:

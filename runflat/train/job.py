@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict
 from transformers import AutoConfig, PreTrainedConfig
 
 from runflat.config import TrainSection
+from runflat.errors import ConfigError
 from runflat.parallel.optimizer import OptimizerSettings
 from runflat.plan.plan import Plan
 from runflat.plan.sync_groups import SyncLayout, sync_layout
@@ -93,13 +94,33 @@ def timeline_of(job: Job, device: str) -> Timeline | None:
     return Timeline(Path(job.run) / FOLDER / f"{device.replace(':', '-')}.json", device, job.train.profile)
 
 
-def worker_device(index: int) -> torch.device:
-    """The GPU of a worker where there are GPUs, else the CPU."""
-    if torch.cuda.is_available():
-        device = torch.device("cuda", index % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-        return device
-    return torch.device("cpu")
+def worker_device(index: int, emulated: bool = False) -> torch.device:
+    """The GPU of the worker with this number on its machine, where there are GPUs; else, or if `emulated`, the CPU.
+
+    Raises:
+        ConfigError: there is no such GPU.
+    """
+    if emulated or not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", gpu_number(index, torch.cuda.device_count()))
+    torch.cuda.set_device(device)
+    return device
+
+
+def gpu_number(index: int, num_gpus: int) -> int:
+    """Which of `num_gpus` that a process sees is that of the machine's worker `index`.
+
+    Where it sees one, that is its own: Slurm and Kubernetes show each process no other.
+
+    Raises:
+        ConfigError: there are several, but fewer than workers.
+    """
+    if index >= num_gpus > 1:
+        raise ConfigError(
+            f"worker {index} of this machine has no GPU: torch sees {num_gpus}. Start at most {num_gpus} workers here "
+            f"(--layout.tp, --layout.replicas), or have each see its own one (CUDA_VISIBLE_DEVICES)."
+        )
+    return index if index < num_gpus else 0
 
 
 def peak_bytes(device: torch.device) -> int:

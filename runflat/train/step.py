@@ -105,6 +105,7 @@ def accumulate(trainer: Trainer, loss: torch.Tensor, *, first: bool, last: bool)
         trainer.sync.arm()
     trainer.phase("backward")
     loss.backward()
+    trainer.comms.catch_up("backward")
     return float(loss.detach())
 
 
@@ -130,7 +131,7 @@ def barrier(trainer: Trainer, loss_sum: float, tokens: int, stop: bool = False, 
     )
     device = next(iter(trainer.params.values())).device
     values = torch.tensor(own.to_list(), dtype=torch.float64, device=device)
-    trainer.comms.world.all_reduce(values)
+    trainer.comms.reduce(values)
     total = Scalars(*values.cpu().tolist())
     if int(total.num_devices) != trainer.comms.world.size:
         raise CommsError(

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from runflat.elastic.endpoint import Endpoint, ipv6_address_of, listen, local_address, parse_endpoint
+from runflat.elastic.endpoint import Endpoint, interface_of, ipv6_address_of, listen, local_address, parse_endpoint
 from runflat.errors import ConfigError
 
 
@@ -40,6 +40,12 @@ def test_an_interface_stands_for_its_address() -> None:
     assert local_address("::1", "--listen") == "::1"
     with pytest.raises(ConfigError, match=r"--host is 'no such host\.', which is no address.*lo"):
         local_address("no such host.", "--host")
+
+
+def test_the_interface_of_an_address() -> None:
+    """Catches NCCL on another network than the one that was chosen."""
+    assert interface_of("127.0.0.1") == interface_of("::1") == "lo"
+    assert interface_of("192.0.2.1") is None
 
 
 def test_an_interface_with_ipv6_only() -> None:

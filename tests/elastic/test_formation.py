@@ -41,5 +41,5 @@ def test_the_proof_does_not_depend_on_torchs_default_type(building: None) -> Non
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
     network = Network(backend=lambda name, rank, size: Double())
     layout: Any = SimpleNamespace(groups=(), resharded=())
-    Formation(PLAN, layout, (0, 0), network, Sockets(), ("127.0.0.1", store.port), False).wait()
+    Formation(PLAN, layout, (0, 0), network, Sockets(), ("127.0.0.1", store.port), torch.device("cpu")).wait()
     assert sent == [torch.float32]

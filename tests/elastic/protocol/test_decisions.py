@@ -239,6 +239,17 @@ def test_a_python_error_stops_the_job_with_its_traceback(job: Job) -> None:
     assert sent(job.actions, orders.Exit).keys() == ALL
 
 
+def test_a_broken_device_is_lost_and_comes_back_once_it_works(job: Job) -> None:
+    """Catches an uncorrectable error of one GPU that stops the whole job, as a bug in Python would (pytorch#126544)."""
+    fields = {"cause": "device", "class_name": "AcceleratorError", "text": "ECC error", "traceback": "Traceback ..."}
+    assert not of(job.hear(said("1:2", messages.Failed, **fields)), Finish)
+    job.hear(said("1:2", messages.Exited, code=1))
+    device = job.state.devices["1:2"]
+    assert (device.standing, device.cause, device.failures) == (Standing.LOST, "ECC error", 1)
+    assert device.restart_at is not None
+    assert job.state.stage is Stage.ABORT
+
+
 def test_three_failures_without_a_commit_stop_the_job(job: Job) -> None:
     """Catches a bug that looks like one dead device after the other until none is left."""
     for lost in ("1:2", "1:3", "1:1"):
