@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from runflat.train.emulate import DeviceModel
     from runflat.train.job import Job
     from runflat.train.mixture import Mixture
+    from runflat.train.sources import Told
+    from runflat.train.tokenizer import Learnt
 
 GIGABYTE = 10**9
 GIGABIT_BYTES = 10**9 / 8
@@ -42,13 +45,25 @@ class Prepared:
     checkpoint: Checkpoint | None
     events: tuple[Event, ...]
     job: Job
+    learnt: Learnt | None = None
+    """What the run's tokenizer has just been learnt from."""
 
 
-def prepare(config: TrainConfig, run: Path, warn: Callable[[str], Any], loop: str | None = None) -> Prepared:
+Heard = Callable[[str, int, int], object]
+"""Hears what text is read for and how far: the work, bytes that are done (at least), bytes of all."""
+
+
+def _unheard(work: str, done_bytes: int, all_bytes: int) -> None:
+    """Tells nobody."""
+
+
+def prepare(
+    config: TrainConfig, run: Path, warn: Callable[[str], Any], loop: str | None = None, told: Heard = _unheard
+) -> Prepared:
     """Check everything that can be checked, read the data, make the plan; nothing of an older run is touched.
 
     `run` is the claimed folder. `loop` ("file.py:function") replaces runflat's own training loop; such a loop brings
-    its own data.
+    its own data. `told` hears how far the text is read.
 
     Raises:
         UserError: the model, layout, data or checkpoint cannot be used.
@@ -73,7 +88,8 @@ def prepare(config: TrainConfig, run: Path, warn: Callable[[str], Any], loop: st
     plan = build_plan(spec, devices, config.layout.tp, config.train.global_batch, config.data.seq_len)
     if checkpoint:
         _check_resume(config, checkpoint, spec)
-    corpus = None if loop else _corpus(config, run, spec)
+    learnt = None if loop or config.resume else _learn(config, run, partial(told, "learning a tokenizer"))
+    corpus = None if loop else _corpus(config, run, spec, partial(told, "tokenising"))
     events = _events(config)
     check_events(events, [*config.layout.places, *config.spare_devices])
     job = Job(
@@ -91,7 +107,7 @@ def prepare(config: TrainConfig, run: Path, warn: Callable[[str], Any], loop: st
         inject=_event_rows(for_workers(events)),
         loop=loop,
     )
-    return Prepared(config, run, spec, plan, corpus, checkpoint, events, job)
+    return Prepared(config, run, spec, plan, corpus, checkpoint, events, job, learnt)
 
 
 def _check_resume(config: TrainConfig, checkpoint: Checkpoint, spec: ModelSpec) -> None:
@@ -106,17 +122,27 @@ def _check_resume(config: TrainConfig, checkpoint: Checkpoint, spec: ModelSpec) 
         )
 
 
-def _corpus(config: TrainConfig, run: Path, spec: ModelSpec) -> Corpus | Mixture:
-    from runflat.train.data import prepare as prepare_data
-    from runflat.train.formats import Reading
-    from runflat.train.mixture import mix
+def _learn(config: TrainConfig, run: Path, told: Told) -> Learnt | None:
+    """Learn the run's tokenizer, where one is asked for."""
+    from runflat.train import formats
     from runflat.train.sources import find_text_files
     from runflat.train.tokenizer import train_tokenizer
 
-    reading = Reading(config.data.field, config.data.id_type)
-    if config.data.train_tokenizer and not config.resume:
-        train_tokenizer(find_text_files(config.data.paths), reading, config.data.train_tokenizer, run / "model")
     data = config.data
+    if not data.train_tokenizer:
+        return None
+    reading = formats.Reading(data.field, data.id_type)
+    files = find_text_files(data.paths)
+    return train_tokenizer(files, reading, data.train_tokenizer, run / "model", seed=data.seed, told=told)
+
+
+def _corpus(config: TrainConfig, run: Path, spec: ModelSpec, told: Told) -> Corpus | Mixture:
+    from runflat.train import formats
+    from runflat.train.data import prepare as prepare_data
+    from runflat.train.mixture import mix
+
+    data = config.data
+    reading = formats.Reading(data.field, data.id_type)
 
     def corpus(paths: Sequence[str], max_holdout: int) -> Corpus:
         return prepare_data(
@@ -129,6 +155,7 @@ def _corpus(config: TrainConfig, run: Path, spec: ModelSpec) -> Corpus | Mixture
             holdout_fraction=data.holdout_fraction,
             max_holdout_sequences=max_holdout,
             model_vocab_size=spec.kind("vocab").size,
+            told=told,
         )
 
     if not data.weights:

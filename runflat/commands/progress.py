@@ -72,6 +72,41 @@ class ProgressView:
             self.say(text)
 
 
+class ReadingView:
+    """Shows how far text is read, before there is a run to show; nothing of what takes less than a few seconds."""
+
+    def __init__(self) -> None:
+        """Nothing is read yet."""
+        self._console = Console(file=sys.stdout, soft_wrap=True, highlight=False)
+        self._last = time.monotonic()
+        self._live: Progress | None = None
+
+    def __enter__(self) -> ReadingView:
+        """Begin; the time until the first line counts from here."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Take a live line off the screen."""
+        if self._live:
+            self._live.stop()
+
+    def told(self, work: str, done_bytes: int, all_bytes: int) -> None:
+        """Hear that `done_bytes` of `all_bytes` are behind `work`."""
+        if not self._live and time.monotonic() - self._last < PLAIN_EVERY_S:
+            return
+        self._last = time.monotonic()
+        text = f"{work}: {done_bytes / 1e9:.2f} of {all_bytes / 1e9:.2f} GB"
+        if not self._console.is_terminal:
+            self._console.print(text, markup=False)
+            return
+        if not self._live:
+            columns = (TextColumn("{task.description}"), BarColumn(bar_width=20))
+            self._live = Progress(*columns, console=self._console, transient=True)
+            self._task = self._live.add_task(text)
+            self._live.start()
+        self._live.update(self._task, description=text, completed=done_bytes, total=all_bytes)
+
+
 def _duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

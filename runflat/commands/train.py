@@ -17,7 +17,7 @@ from runflat.commands.boosting import calibration_setting, power_setting
 from runflat.commands.config_files import flag_rules, load_config
 from runflat.commands.origin import origin
 from runflat.commands.prepare import Prepared, claimed, prepare, run_folder, tokenizer_of, write_config
-from runflat.commands.progress import ProgressView
+from runflat.commands.progress import ProgressView, ReadingView
 from runflat.commands.watching import FLAGS, Watching, split, watched
 from runflat.config import TrainConfig
 from runflat.errors import CheckpointError, RunError
@@ -98,12 +98,23 @@ def _describe(prepared: Prepared, view: ProgressView) -> None:
     replicas = ", ".join(f"replica {r.replica}: TP {r.tp}, {r.num_sequences} sequences" for r in plan.replicas)
     view.say(
         f"model: {prepared.spec.name}, {prepared.spec.num_params / 1e6:.2f} M parameters, {config.train.dtype}\n"
-        f"data: {prepared.corpus.source if prepared.corpus else 'brought by the loop'}\n"
+        f"data: {prepared.corpus.source if prepared.corpus else 'brought by the loop'}\n{_learnt(prepared)}"
         f"plan: {len(plan.places)} workers ({replicas})\n"
         f"run: {prepared.run}"
     )
     if prepared.checkpoint:
         view.say(f"resuming at step {prepared.checkpoint.progress.step} from {prepared.checkpoint.folder}")
+
+
+def _learnt(prepared: Prepared) -> str:
+    """The line that says what the run's tokenizer was learnt from, if it was."""
+    learnt = prepared.learnt
+    if learnt is None:
+        return ""
+    what = f"{learnt.num_bytes / 1e6:.1f} MB of text"
+    if learnt.is_sample:
+        what = f"a sample of {what} out of {learnt.all_bytes / 1e6:.1f} (seed {prepared.config.data.seed})"
+    return f"tokenizer: {learnt.num_ids} ids, learnt from {what}\n"
 
 
 def main(argv: list[str]) -> int:
@@ -128,7 +139,8 @@ def train(
     try:
         with claimed(run):
             warnings: list[str] = []
-            prepared = prepare(config, run, warnings.append, loop)
+            with ReadingView() as view:
+                prepared = prepare(config, run, warnings.append, loop, view.told)
             return _run(prepared, warnings, watching or Watching(), walk, launch or _launch_here)
     except OSError as error:
         raise CheckpointError(

@@ -21,6 +21,17 @@ def held_numel(spec: ModelSpec, replica: ReplicaPlan, slot: int) -> int:
     return sharded + spec.replicated_numel
 
 
+def copied_numel(spec: ModelSpec, replica: ReplicaPlan, slot: int) -> int:
+    """Parameter elements that the device at `slot` stores a second time where layers compute in a narrower type.
+
+    All but those of an embedding that only looks up: it reads the parameter itself.
+    """
+    kind = spec.kind("vocab")
+    own = sum(param.row_numel for param in spec.params if param.is_looked_up)
+    held = replica.held(spec.kinds, slot)
+    return held_numel(spec, replica, slot) - kind.size_of(held[kind.name]) * own
+
+
 def sequence_flops(spec: ModelSpec, replica: ReplicaPlan, slot: int, seq_len: int) -> int:
     """Matrix-product FLOPs of one sequence, forward and backward, on the device at `slot`.
 
@@ -68,7 +79,8 @@ def device_memory(
     """Bytes that the device at `slot` needs: parameters, gradients, two AdamW moments and activations.
 
     `compute_bytes` per element is what layers compute in, where that is less than what parameters have: then there is a
-    copy of these (counted with them). With `recompute` backward keeps the inputs of layers, and one layer at a time.
+    copy of these (`copied_numel`, counted with them). With `recompute` backward keeps the inputs of layers, and one
+    layer at a time.
 
     Activations are estimated per layer as what backward keeps: eight hidden-sized tensors (norms, residuals, block
     inputs and outputs), the local query, key, value and output heads, two score matrices, four local FFN-sized
@@ -85,7 +97,7 @@ def device_memory(
     width = compute_bytes or bytes_per_element
     activations = tokens * (kept * width + 3 * sizes.get("vocab", 0) * bytes_per_element)
     params = numel * bytes_per_element
-    copy = numel * width if width != bytes_per_element else 0
+    copy = copied_numel(spec, replica, slot) * width if width != bytes_per_element else 0
     return Memory(params + copy, params, 2 * params, activations)
 
 

@@ -96,6 +96,11 @@ class ParamSpec:
         return math.prod(self.shape)
 
     @property
+    def is_looked_up(self) -> bool:
+        """Whether it is a table of the vocabulary that is only looked up in: an embedding without a tied LM head."""
+        return not self.matmuls and len(self.shape) > 1 and any(segment.kind == "vocab" for segment in self.segments)
+
+    @property
     def row_numel(self) -> int:
         """Elements per index of the partitioned dim."""
         assert self.dim is not None

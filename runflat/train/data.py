@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from runflat.errors import DataError
 from runflat.train.formats import Reading, has_ids
-from runflat.train.sources import TextFile, find_text_files
+from runflat.train.sources import TextFile, Told, find_text_files, unheard
 from runflat.train.tokens import Codec, TokenFile, cached_token_file, id_codec, load_codec
 
 PLAIN = Reading()
@@ -160,21 +160,22 @@ def prepare(
     max_holdout_sequences: int = 64,
     model_vocab_size: int | None = None,
     reading: Reading = PLAIN,
+    told: Told = unheard,
 ) -> Corpus:
     """Corpus of the given text; tokenises it unless `cache_dir` has the tokens of the very same files already.
 
     Args:
-        paths: files, folders (searched for text files) and glob patterns; none means the source code of the running
-            Python's standard library.
+        paths: files, folders (searched for text files) and patterns; none: the Python standard library's source code.
         cache_dir: where token files live; made if missing.
         seq_len: tokens per sequence, at least 2.
         seed: seed of the held-out selection and of the order of samples.
-        tokenizer: a tokenizer.json or a directory that has one; None makes each byte a token.
+        tokenizer: a tokenizer.json or a directory that has one; None: bytes.
         holdout_fraction: part of the sequences that is held out, 0 to below 1; 0 holds out nothing, anything above at
             least one sequence.
         max_holdout_sequences: most sequences to hold out.
         model_vocab_size: rows of the model's embedding; a tokenizer with more ids is refused before any text is read.
         reading: how JSON lines and files of token ids are read.
+        told: hears how far the text is tokenised, after each mebibyte or document.
 
     Raises:
         DataError: nothing readable, too little text for one training and one held-out sequence, an unusable
@@ -187,7 +188,7 @@ def prepare(
             f"The tokens have {codec.vocab_size} ids ({codec.name}) but the model's vocabulary has {model_vocab_size}. "
             f"Set model.vocab_size to {codec.vocab_size} or more, or choose the tokenizer that belongs to the model."
         )
-    tokens = cached_token_file(cache_dir, files, codec, reading)
+    tokens = cached_token_file(cache_dir, files, codec, reading, told)
     num_sequences = tokens.num_tokens // seq_len
     num_holdout = 0
     if holdout_fraction > 0:

@@ -8,7 +8,7 @@ import io
 import json
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -27,6 +27,12 @@ TEXT_SUFFIXES = frozenset((
 _STDLIB_SKIPPED = frozenset({"dist-packages", "idlelib", "lib2to3", "site-packages", "test", "tests"})
 _CHUNK_BYTES = 1 << 20
 TABLE_SUFFIX = ".arrow"
+Told = Callable[[int, int], object]
+"""Hears how far a reading has come: bytes of the sources that are behind it (at least), bytes of all."""
+
+
+def unheard(done_bytes: int, all_bytes: int) -> None:
+    """Tells nobody."""
 
 
 @dataclass(frozen=True)

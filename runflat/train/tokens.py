@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 
 from runflat.errors import DataError
 from runflat.train.formats import Reading, documents, has_ids, read_ids
-from runflat.train.sources import TextFile
+from runflat.train.sources import TextFile, Told, unheard
 
 # Part of each cache key: raise it when the same files would give other tokens than before.
 _FORMAT_VERSION = 1
@@ -116,8 +116,10 @@ def id_codec(vocab_size: int) -> Codec:
     return Codec(f"ids below {vocab_size}", f"ids:{vocab_size}", vocab_size, -1, encode)
 
 
-def cached_token_file(cache_dir: Path, files: Sequence[TextFile], codec: Codec, reading: Reading) -> TokenFile:
-    """Token file of these files in `cache_dir`; written if it is not there yet.
+def cached_token_file(
+    cache_dir: Path, files: Sequence[TextFile], codec: Codec, reading: Reading, told: Told = unheard
+) -> TokenFile:
+    """Token file of these files in `cache_dir`; written if it is not there yet, while `told` hears of it.
 
     It appears under its name only when it is complete, so another process never sees a part of one.
 
@@ -133,7 +135,7 @@ def cached_token_file(cache_dir: Path, files: Sequence[TextFile], codec: Codec, 
         cache_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="tokens-", suffix=".tmp", dir=cache_dir) as scratch:
             part = Path(scratch, path.name)
-            tokens = _write(part, files, codec, reading)
+            tokens = _write(part, files, codec, reading, told)
             facts = {name: value for name, value in asdict(tokens).items() if name != "path"}
             facts_part = part.with_suffix(".json")
             facts_part.write_text(json.dumps(facts), encoding="utf-8")
@@ -147,10 +149,12 @@ def cached_token_file(cache_dir: Path, files: Sequence[TextFile], codec: Codec, 
     return TokenFile(path=path, **facts)
 
 
-def _write(path: Path, files: Sequence[TextFile], codec: Codec, reading: Reading) -> TokenFile:
+def _write(path: Path, files: Sequence[TextFile], codec: Codec, reading: Reading, told: Told) -> TokenFile:
     """Write the tokens of the files one piece at a time; the length goes into the header at the end."""
     digest = hashlib.sha256()
     num_tokens = num_documents = num_skipped = 0
+    before_bytes, all_bytes = 0, sum(file.size_bytes for file in files)
+    told(0, all_bytes)
     with path.open("wb") as stream:
         header_bytes = _write_header(stream, codec.dtype, 0)
         for file in files:
@@ -161,11 +165,15 @@ def _write(path: Path, files: Sequence[TextFile], codec: Codec, reading: Reading
                 num_skipped += 1
                 continue
             num_documents += 1
-            for ids in pieces:
+            read_bytes = 0
+            for num_bytes, ids in pieces:
                 data = ids.astype(codec.dtype).tobytes()
                 stream.write(data)
                 digest.update(data)
                 num_tokens += len(ids)
+                read_bytes += num_bytes
+                told(before_bytes + min(read_bytes, file.size_bytes), all_bytes)
+            before_bytes += file.size_bytes
         stream.seek(0)
         if _write_header(stream, codec.dtype, num_tokens) != header_bytes:
             raise AssertionError("numpy pads the header so that its length does not depend on the shape")
@@ -179,15 +187,22 @@ def _write(path: Path, files: Sequence[TextFile], codec: Codec, reading: Reading
     return TokenFile(path, num_tokens, num_documents, num_skipped, digest.hexdigest())
 
 
-def _pieces(file: TextFile, codec: Codec, reading: Reading) -> Iterator[npt.NDArray[np.integer[Any]]] | None:
-    """Token ids of a source, with a separator after each document of text; None if it is not text."""
+def _pieces(file: TextFile, codec: Codec, reading: Reading) -> Iterator[tuple[int, npt.NDArray[Any]]] | None:
+    """(bytes read for it, token ids) of a source, with a separator after each document of text; None if not text.
+
+    A character counts as one byte, so that what was read may be more.
+    """
     if has_ids(file):
-        return read_ids(file, reading, codec.vocab_size)
+        return ((ids.nbytes, ids) for ids in read_ids(file, reading, codec.vocab_size))
     found = documents(file, reading)
     if found is None:
         return None
-    separator = np.array([codec.separator_id])
-    return (ids for document in found for ids in chain(map(codec.encode, document), [separator]))
+    separator = (0, np.array([codec.separator_id]))
+    return (
+        part
+        for document in found
+        for part in chain(((len(piece), codec.encode(piece)) for piece in document), [separator])
+    )
 
 
 def _write_header(stream: IO[bytes], dtype: np.dtype[Any], length: int) -> int:

@@ -127,6 +127,22 @@ def test_a_gigabyte_of_text_in_a_fraction_of_its_memory(tmp_path: Path) -> None:
     assert peaks["read"] - peaks["start"] < 100 * 1024, peaks
 
 
+def test_tokenising_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches minutes without a word, a share above one, and progress that starts again with each file."""
+    monkeypatch.setattr(sources, "_CHUNK_BYTES", 7)
+    texts = ["äöü, and more\n" * 5, "short", "123 456 789\n" * 9]
+    paths = [write(tmp_path / f"{number}.txt", text) for number, text in enumerate(texts)]
+    heard: list[tuple[int, int]] = []
+    make(tmp_path, paths, told=lambda done, of: heard.append((done, of)))
+    size = sum(len(text.encode()) for text in texts)
+    assert [of for _, of in heard] == [size] * len(heard)
+    done = [at for at, _ in heard]
+    assert done[0] == 0
+    assert done == sorted(done)
+    assert done[-1] == size
+    assert len(set(done)) > 10
+
+
 def test_files_that_are_no_text_are_skipped_and_counted(tmp_path: Path) -> None:
     """Catches a run that stops at the first binary file, or swallows it silently."""
     write(tmp_path / "text" / "a.txt", "good text")

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from runflat.commands.prepare import tokenizer_of, write_config
 from runflat.commands.train import parse
 from runflat.errors import DataError
 from runflat.train import formats
+from runflat.train import tokenizer as learning
 from runflat.train.data import Corpus, prepare
 from runflat.train.formats import Reading
 from runflat.train.sources import find_text_files
@@ -155,14 +157,46 @@ def test_tokenizer_is_learnt_from_the_text(tmp_path: Path) -> None:
         train_tokenizer(find_text_files([str(ids_in(tmp_path, [1], "uint16"))]), Reading(), 400, tmp_path / "tok")
 
 
+def test_of_a_long_text_a_sample_is_learnt_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches memory in proportion to the text, a sample of its beginning only, and one that no seed decides."""
+    monkeypatch.setattr(learning, "SAMPLE_BYTES", 20_000)
+    source = lines(tmp_path, *({"text": f"{'early' if n < 2000 else 'late'} {n} ☂"} for n in range(4000)))
+    files = find_text_files([str(source)])
+    heard: list[tuple[int, int]] = []
+
+    def learn(name: str, seed: int) -> str:
+        learnt = train_tokenizer(
+            files, Reading("text"), 300, tmp_path / name, seed=seed, told=lambda done, of: heard.append((done, of))
+        )
+        assert learnt.is_sample
+        assert 8_000 < learnt.num_bytes < 20_100  # JSON's own characters are none of the text
+        return (tmp_path / name / "tokenizer.json").read_text(encoding="utf-8")
+
+    one, again, other = learn("one", 1), learn("again", 1), learn("other", 2)
+    assert one == again != other
+    words = Tokenizer.from_str(one).get_vocab()
+    assert {"early", "late"} <= words.keys()
+    assert all(a <= b for (a, _), (b, _) in pairwise(heard[:4000]))
+    assert heard[3999] == heard[-1]
+    assert 0 < heard[-1][0] <= heard[-1][1] == source.stat().st_size
+    monkeypatch.undo()
+    whole = train_tokenizer(files, Reading("text"), 300, tmp_path / "whole", seed=1)
+    assert not whole.is_sample
+    assert whole.num_bytes == sum(len(json.loads(row)["text"].encode()) for row in source.read_text().splitlines())
+
+
 def test_a_run_keeps_the_tokenizer_that_it_learnt(tmp_path: Path) -> None:
     """Catches a model whose vocabulary is not the tokenizer's, and a resumed run that learns another tokenizer."""
     (tmp_path / "a.txt").write_text(TEXT, encoding="utf-8")
     run = tmp_path / "run"
     run.mkdir()
     config = parse(["--data.paths", str(tmp_path / "a.txt"), "--train-tokenizer", "320", "--data.seq-len", "8"])
-    prepared = prepare_run(config, run, pytest.fail)
+    heard: list[str] = []
+    prepared = prepare_run(config, run, pytest.fail, told=lambda work, done, of: heard.append(work))
     assert prepared.corpus is not None
+    assert prepared.learnt is not None
+    assert prepared.learnt.num_bytes == len(TEXT.encode())
+    assert [*dict.fromkeys(heard)] == ["learning a tokenizer", "tokenising"]
     assert prepared.spec.kind("vocab").size == 320
     assert 257 < prepared.corpus.vocab_size <= 320
     write_config(prepared)
