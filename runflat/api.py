@@ -47,7 +47,7 @@ def launch(loop: Callable[[Worker], None], **sections: Mapping[str, Any] | str |
         UserError: something in `sections` cannot be used.
         RunError: the run failed.
     """
-    from runflat.commands.train import train
+    from runflat.commands.training import train
 
     file = inspect.getsourcefile(loop)
     if file is None or "<locals>" in loop.__qualname__:

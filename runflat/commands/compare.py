@@ -107,7 +107,7 @@ def _with(config: TrainConfig, chain: str, run: Path) -> TrainConfig:
 def _run(chain: str, config: TrainConfig) -> StrategyResult:
     """Train under one chain; a job that cannot go on is a result too."""
     from runflat.check.compare import result_of
-    from runflat.commands.train import train
+    from runflat.commands.training import train
 
     assert config.run is not None
     words = None

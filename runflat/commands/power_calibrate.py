@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import tyro
 
 from runflat.commands.boosting import calibration_setting
-from runflat.commands.train import parse, train
+from runflat.commands.train import parse
+from runflat.commands.training import train
 from runflat.config import TrainConfig
 from runflat.errors import ConfigError, RunError
 from runflat.power.calibrate import SETTLE_STEPS, WARM_UP_STEPS, Fit, Level, Walk, fit, levels_w

@@ -18,7 +18,8 @@ from runflat.check.checker import Books, Counts, check_books, read_books
 from runflat.check.reference import AdamW
 from runflat.check.unsharded import Settings, Truth, compare_losses, compare_tensors, unsharded_run
 from runflat.commands.models import section_config
-from runflat.commands.train import parse, train
+from runflat.commands.train import parse
+from runflat.commands.training import train
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 

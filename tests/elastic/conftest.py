@@ -64,7 +64,8 @@ class Live:
 
         `alongside(watch)` acts meanwhile, in a thread of its own, and its error is the test's.
         """
-        from runflat.commands.train import parse, train
+        from runflat.commands.train import parse
+        from runflat.commands.training import train
 
         run = self.folder / name
         argv = self.flags(arguments)
