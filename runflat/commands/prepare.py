@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -240,7 +241,7 @@ def claimed(run: Path) -> Iterator[None]:
 
 
 def write_config(prepared: Prepared) -> None:
-    """Record the configuration and the model's, and drop the steps that a resumed run will do again."""
+    """Record the configuration and the model's, drop the steps that a resumed run will do again, mend what was cut."""
     run, config = prepared.run, prepared.config
     from runflat.train.export import keep_model
 
@@ -252,6 +253,17 @@ def write_config(prepared: Prepared) -> None:
     fresh = steps.with_suffix(".new")
     fresh.write_text("".join(f"{line}\n" for line in steps_before(steps, start)))
     fresh.replace(steps)
+    end_line(run / "events.jsonl")
+
+
+def end_line(path: Path) -> None:
+    """End the last line of a file that a kill or a full disk has cut, so that the next one does not continue it."""
+    if not path.exists() or not path.stat().st_size:
+        return
+    with path.open("rb+") as file:
+        file.seek(-1, os.SEEK_END)
+        if file.read(1) != b"\n":
+            file.write(b"\n")
 
 
 def steps_before(steps: Path, start: int) -> list[str]:

@@ -52,9 +52,10 @@ def train(
                 prepared = prepare(config, run, warnings.append, loop, view.told)
             return _run(prepared, warnings, watching or Watching(), walk, launch or _launch_here)
     except OSError as error:
+        from runflat.train.publishing import how_to_go_on
+
         raise CheckpointError(
-            f"the files of the run under {run} cannot be written: {error}. Checkpoints that are there are whole: make "
-            f"room, then go on with runflat train --resume {run}."
+            f"the files of the run under {run} cannot be written: {error}. {how_to_go_on(run)}"
         ) from error
 
 

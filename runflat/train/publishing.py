@@ -121,10 +121,16 @@ def discard(run: Path, step: int, generation: int) -> None:
 
 
 def _cannot_save(run: Path, step: int, error: object) -> str:
-    return (
-        f"the checkpoint of step {step} could not be written under {run}: {error}. Older checkpoints are untouched: "
-        f"make room, then go on with runflat train --resume {run}."
-    )
+    return f"the checkpoint of step {step} could not be written under {run}: {error}. {how_to_go_on(run)}"
+
+
+def how_to_go_on(run: Path) -> str:
+    """What is left of a run whose files could not be written, and what to do, in a sentence."""
+    try:
+        newest = published_folders(run)[-1]
+    except CheckpointError:
+        return "It has no checkpoint yet: make room, then start it again with another --run."
+    return f"Checkpoints up to {newest.name} are untouched: make room, then go on with runflat train --resume {run}."
 
 
 def save_failed(run: Path, step: int, reason: str) -> CheckpointError:

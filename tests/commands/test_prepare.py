@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from runflat.commands.prepare import claimed, steps_before
+from runflat.commands.prepare import claimed, end_line, steps_before
 from runflat.errors import ConfigError
 
 
@@ -23,3 +23,14 @@ def test_damaged_records_do_not_block_a_resume(tmp_path: Path) -> None:
     steps.write_bytes(b'{"step": 0}\ngarbage\n[]\n\xff\xfe\n{"step": 1}\n{"step": 7}\n{"step": 2')
     kept = [json.loads(line)["step"] for line in steps_before(steps, 3)]
     assert kept == [0, 1]
+
+
+def test_a_line_that_was_cut_is_ended(tmp_path: Path) -> None:
+    """Catches the first event of a resumed run written behind half a line, so that nobody can read it."""
+    events = tmp_path / "events.jsonl"
+    end_line(events)
+    assert not events.exists()
+    for text, ended in (("", ""), ("a\n", "a\n"), ('a\n{"cut', 'a\n{"cut\n')):
+        events.write_text(text)
+        end_line(events)
+        assert events.read_text() == ended

@@ -18,7 +18,7 @@ from runflat.plan.plan import Plan
 from runflat.plan.units import ModelSpec
 from runflat.train import publishing
 from runflat.train.checkpoint import Progress, ShardFile, newest_checkpoint
-from runflat.train.publishing import keep_newest, partial_folder, publish
+from runflat.train.publishing import how_to_go_on, keep_newest, partial_folder, publish
 from runflat.train.shards import ShardCopy, write_shard
 from runflat.train.tensor_file import write_tensors
 
@@ -97,6 +97,15 @@ def test_failure_at_any_point_of_publishing(call: int, tmp_path: Path, monkeypat
             publish_again()
     assert newest_checkpoint(tmp_path, pytest.fail).progress.step == 2
     assert not any(name.startswith(".") for name in names(tmp_path))
+
+
+def test_the_way_out_is_one(tmp_path: Path) -> None:
+    """Catches a full disk before the first checkpoint whose message sends the user to resume from nothing."""
+    assert "another --run" in how_to_go_on(tmp_path)
+    assemble(tmp_path, 3)()
+    assert f"step-00000003 are untouched: make room, then go on with runflat train --resume {tmp_path}" in how_to_go_on(
+        tmp_path
+    )
 
 
 def test_only_what_is_overtaken_is_removed(tmp_path: Path) -> None:
