@@ -155,7 +155,10 @@ def verify(
         sync = GradSync(rules.spec, plan, layout, place, comms, params, sharded.sources)
         optimizer, reports = build_optimizer(rules.spec, params, settings), place[1] == replica.live_slots[0]
         trainer = Trainer(model, params, sync, comms, optimizer, settings, reports, refresh=sharded.refresh)
-        return _run_rank(trainer, plan, place, case, batch)
+        try:
+            return _run_rank(trainer, plan, place, case, batch)
+        finally:
+            sync.close()  # its hooks hang on the parameters, where Python's collector does not see the circle
 
     return _compare(rules, plan, run_ranks(plan, layout, rank, in_memory=case.in_memory), expected.outcome)
 
