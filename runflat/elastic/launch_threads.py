@@ -128,7 +128,8 @@ class ThreadWorkers:
             session = Session(
                 job, device, channel, (LOOPBACK, self._port), 0, incarnation > 0, sockets=self._sockets, suffer=strike
             )
-            self.sessions[device] = session
+            if self._channels[device] is channel:  # one that was given up while it started may come after its successor
+                self.sessions[device] = session
             session.run()
         except Killed:
             code = -signal.SIGKILL
