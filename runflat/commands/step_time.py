@@ -90,6 +90,8 @@ def layout_of(args: StepTimeArgs) -> Layout:
 def main(argv: list[str]) -> int:
     """Run the command; returns the exit code."""
     args = tyro.cli(StepTimeArgs, args=argv, prog="runflat step-time", description=DESCRIPTION)
+    if args.tp < 1:
+        raise PlanError(f"--tp is {args.tp}: a stage has 1 device or more.")
     if not 0 <= args.lost < args.tp:
         raise PlanError(f"--lost is {args.lost}: a stage of {args.tp} devices can lose 0 to {args.tp - 1} of them.")
     if not (math.isfinite(args.speed) and args.speed > 0):

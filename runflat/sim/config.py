@@ -270,7 +270,7 @@ def load_config(path: Path) -> SimConfig:
             values = tomllib.load(file)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}. Give a TOML file, or --preset") from None
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not TOML: {error}") from None
     config = config_from(values, source=str(path))
     if config.trace is not None and not config.trace.is_absolute():

@@ -97,6 +97,8 @@ def test_step_time_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "fits" in text
     with pytest.raises(PlanError, match="can lose"):
         step_time([*flags, "--lost", "8"])
+    with pytest.raises(PlanError, match="--tp is 0: a stage has 1 device or more"):
+        step_time([*flags, "--tp", "0"])
 
 
 def test_validate_command(capsys: pytest.CaptureFixture[str], reference_data: Path) -> None:

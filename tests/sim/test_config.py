@@ -91,6 +91,14 @@ def test_what_is_wrong_is_named_with_file_and_key(tmp_path: Path, old: str, new:
         assert word in str(caught.value)
 
 
+def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+    """Catches a traceback for a picture or an archive given in place of a configuration."""
+    path = tmp_path / "q.bin"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="q.bin is not TOML"):
+        load_config(path)
+
+
 def test_candidates() -> None:
     """Catches a boost that is lost or that is read as a strategy."""
     assert parse_candidate("spare,ntp+boost,drop") == ((Strategy.SPARE, Strategy.NTP, Strategy.DROP), True)
