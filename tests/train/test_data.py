@@ -1,6 +1,7 @@
 """Sequences, their order and the held-out split depend on the text and the seed alone."""
 
 import json
+import mmap
 import os
 import subprocess
 import sys
@@ -110,6 +111,35 @@ def test_a_large_text_needs_little_memory(tmp_path: Path) -> None:
         tracemalloc.stop()
     assert corpus.num_sequences == (LARGE_BYTES + 1) // 8
     assert peak_bytes < LARGE_BYTES / 4
+
+
+class Pages:
+    """The token file of a corpus and its map at once; knows how many sequences were mapped before they were let go."""
+
+    def __init__(self, tokens: Any) -> None:
+        self.tokens, self.mapped, self.most_mapped = tokens, 0, 0
+
+    def __getitem__(self, indices: Any) -> Any:
+        self.mapped += len(indices)
+        self.most_mapped = max(self.most_mapped, self.mapped)
+        return self.tokens[indices]
+
+    def madvise(self, advice: int) -> None:
+        assert advice == mmap.MADV_DONTNEED
+        self.mapped = 0
+
+
+def test_a_large_share_of_the_batch_maps_few_pages_at_once(tmp_path: Path) -> None:
+    """Catches resident memory in proportion to the batch: with each sequence a mebibyte or two around it are mapped."""
+    corpus = make(tmp_path, [write(tmp_path / "a.txt", "abcdefgh" * 1000)])
+    expected = corpus.train_sequences(0, 999)
+    assert expected.tolist() == corpus._tokens[1][corpus.train_indices(0, 999)].tolist()
+    pages = Pages(corpus._tokens[1])
+    corpus.__dict__["_tokens"] = (pages, pages)
+    assert corpus.train_sequences(0, 999).tolist() == expected.tolist()
+    assert 0 < pages.most_mapped <= 16
+    assert pages.mapped == 0
+    assert corpus.train_sequences(0, 0).shape == (0, 4)
 
 
 @pytest.mark.soak
