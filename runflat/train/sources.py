@@ -35,6 +35,26 @@ def unheard(done_bytes: int, all_bytes: int) -> None:
     """Tells nobody."""
 
 
+class HowFar:
+    """Counts what is read of sources, one after the other, and tells it."""
+
+    def __init__(self, files: Sequence[TextFile], told: Told):
+        """Nothing is read yet."""
+        self.all_bytes = sum(file.size_bytes for file in files)
+        self._told = told
+        self._before_bytes = self._here_bytes = 0
+
+    def read(self, file: TextFile, num_bytes: int) -> None:
+        """So much more of `file` is behind; what is said to be read beyond its size does not count."""
+        self._here_bytes = min(self._here_bytes + num_bytes, file.size_bytes)
+        self._told(self._before_bytes + self._here_bytes, self.all_bytes)
+
+    def end(self, file: TextFile) -> None:
+        """All of `file` is behind, whatever was said of it."""
+        self._before_bytes += file.size_bytes
+        self._here_bytes = 0
+
+
 @dataclass(frozen=True)
 class TextFile:
     """One file to read, with what tells whether it has changed since.

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from runflat.errors import DataError
 from runflat.train.formats import Reading, documents, has_ids
-from runflat.train.sources import TextFile, Told, unheard
+from runflat.train.sources import HowFar, TextFile, Told, unheard
 
 SEPARATOR = "<|endoftext|>"
 SAMPLE_BYTES = 1 << 28
@@ -57,8 +57,9 @@ def train_tokenizer(
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    learnt = Learnt(0, sum(file.size_bytes for file in files))
-    tokenizer.train_from_iterator(_sample(files, reading, seed, told, learnt), trainer)
+    how_far = HowFar(files, told)
+    learnt = Learnt(0, how_far.all_bytes)
+    tokenizer.train_from_iterator(_sample(files, reading, seed, how_far, learnt), trainer)
     learnt.num_ids = tokenizer.get_vocab_size()
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": SEPARATOR}
     try:
@@ -70,17 +71,14 @@ def train_tokenizer(
     return learnt
 
 
-def _sample(files: Sequence[TextFile], reading: Reading, seed: int, told: Told, learnt: Learnt) -> Iterator[str]:
+def _sample(files: Sequence[TextFile], reading: Reading, seed: int, how_far: HowFar, learnt: Learnt) -> Iterator[str]:
     """Pieces of the text, each with the same chance; `learnt` counts their bytes."""
     chance = SAMPLE_BYTES / max(1, learnt.all_bytes)
     drawn = random.Random(seed)
-    before_bytes = 0
     for file in files:
-        read_bytes = 0
         for piece in (piece for document in documents(file, reading) or () for piece in document):
-            read_bytes += len(piece)  # at least: a character may have several bytes
-            told(before_bytes + min(read_bytes, file.size_bytes), learnt.all_bytes)
+            how_far.read(file, len(piece))  # at least: a character may have several bytes
             if drawn.random() < chance and learnt.num_bytes < SAMPLE_BYTES:
                 learnt.num_bytes += len(piece.encode())
                 yield piece
-        before_bytes += file.size_bytes
+        how_far.end(file)

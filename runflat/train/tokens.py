@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 
 from runflat.errors import DataError
 from runflat.train.formats import Reading, documents, has_ids, read_ids
-from runflat.train.sources import TextFile, Told, unheard
+from runflat.train.sources import HowFar, TextFile, Told, unheard
 
 # Part of each cache key: raise it when the same files would give other tokens than before.
 _FORMAT_VERSION = 1
@@ -153,8 +153,8 @@ def _write(path: Path, files: Sequence[TextFile], codec: Codec, reading: Reading
     """Write the tokens of the files one piece at a time; the length goes into the header at the end."""
     digest = hashlib.sha256()
     num_tokens = num_documents = num_skipped = 0
-    before_bytes, all_bytes = 0, sum(file.size_bytes for file in files)
-    told(0, all_bytes)
+    how_far = HowFar(files, told)
+    told(0, how_far.all_bytes)
     with path.open("wb") as stream:
         header_bytes = _write_header(stream, codec.dtype, 0)
         for file in files:
@@ -165,15 +165,13 @@ def _write(path: Path, files: Sequence[TextFile], codec: Codec, reading: Reading
                 num_skipped += 1
                 continue
             num_documents += 1
-            read_bytes = 0
             for num_bytes, ids in pieces:
                 data = ids.astype(codec.dtype).tobytes()
                 stream.write(data)
                 digest.update(data)
                 num_tokens += len(ids)
-                read_bytes += num_bytes
-                told(before_bytes + min(read_bytes, file.size_bytes), all_bytes)
-            before_bytes += file.size_bytes
+                how_far.read(file, num_bytes)
+            how_far.end(file)
         stream.seek(0)
         if _write_header(stream, codec.dtype, num_tokens) != header_bytes:
             raise AssertionError("numpy pads the header so that its length does not depend on the shape")
