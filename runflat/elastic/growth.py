@@ -204,7 +204,7 @@ def on_prepared(turn: Turn, device: str, message: Prepared) -> None:
         return
     growth = replace(growth, answered=growth.answered | {device})
     turn.set(growth=growth)
-    if len(growth.answered) >= len(growth.everyone) and set(growth.everyone) <= growth.answered:
+    if growth.all_answered:
         growth = _next(turn, growth, GrowthStage.SWITCH)
         turn.set(plans={**turn.state.plans, growth.generation: growth.plan})
         for name in growth.joining:
@@ -226,7 +226,7 @@ def on_switched(turn: Turn, device: str, message: Switched) -> None:
     moved = {**growth.fed_bytes, device: growth.fed_bytes.get(device, 0) + message.bytes_moved}
     growth = replace(growth, answered=growth.answered | {device}, fed_bytes=moved)
     turn.set(growth=growth)
-    if len(growth.answered) >= len(growth.everyone) and set(growth.everyone) <= growth.answered:
+    if growth.all_answered:
         complete(turn)
 
 

@@ -12,7 +12,7 @@ from runflat.elastic.choice import choose, note
 from runflat.elastic.device import Standing
 from runflat.elastic.messages import Commit, Formed, LowMem, Ready, Running, Status
 from runflat.elastic.orders import Abort, Exit, Go, PlanOrder, Resume, Stop
-from runflat.elastic.state import Disturbance, GrowthStage, Stage, State
+from runflat.elastic.state import Disturbance, GrowthStage, Stage, State, all_among
 from runflat.errors import PlanError
 from runflat.plan.batch import BatchRule
 from runflat.plan.plan import Plan
@@ -109,9 +109,7 @@ def on_status(turn: Turn, device: str, status: Status) -> None:
 def check_statuses(turn: Turn) -> None:
     """Plan, if all that live have said where they stand and all that were killed are gone."""
     state = turn.state
-    if state.stage is not Stage.ABORT or state.dying() or len(state.statuses) < len(state.live()):
-        return
-    if set(state.live()) <= state.statuses.keys():
+    if state.stage is Stage.ABORT and not state.dying() and all_among(state.live(), state.statuses):
         turn.lap("abort")
         replan(turn)
 

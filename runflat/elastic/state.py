@@ -122,6 +122,11 @@ class GrowthStage(StrEnum):
     SWITCH = "switch"
 
 
+def all_among(wanted: Collection[str], names: Collection[str]) -> bool:
+    """Whether all of `wanted` are in `names`, of which most calls have fewer: then none is looked up."""
+    return len(names) >= len(wanted) and set(wanted) <= set(names)
+
+
 @dataclass(frozen=True)
 class Growth:
     """A change of plan at a step boundary, prepared while training goes on: devices join, or one leaves."""
@@ -145,6 +150,11 @@ class Growth:
     def everyone(self) -> tuple[str, ...]:
         """Devices of the new plan and those that leave."""
         return (*self.plan.devices, *self.leaving)
+
+    @property
+    def all_answered(self) -> bool:
+        """Whether everyone has answered in this stage."""
+        return all_among(self.everyone, self.answered)
 
 
 @dataclass(frozen=True)
@@ -272,9 +282,8 @@ class State:
         return self.plan.devices if self.plan else ()
 
     def all_in(self, names: Collection[str]) -> bool:
-        """Whether all devices of the plan are among `names`, of which most calls have fewer."""
-        members = self.members()
-        return len(names) >= len(members) and set(members) <= set(names)
+        """Whether all devices of the plan are among `names`."""
+        return all_among(self.members(), names)
 
     def standing(self, *standings: Standing) -> tuple[str, ...]:
         """Names of the devices with one of these standings."""

@@ -247,16 +247,16 @@ def _wait(looks: Sequence[Look], generation: int, network: Network, what: str) -
     told = False
     for look in looks:
         network.interrupt.check(generation)
-        while not (found := look())[0]:
+        ended, said = look()
+        while not ended:
             waited_s = time.monotonic() - began
             if not told and waited_s > SLICE_S / 2:
                 network.waiting(what)
                 told = True
             if waited_s > network.timeout_s:
-                raise CommsError(f"collective on '{what}' did not finish within {network.timeout_s:.0f} s.") from found[
-                    1
-                ]
+                raise CommsError(f"collective on '{what}' did not finish within {network.timeout_s:.0f} s.") from said
             network.interrupt.check(generation)
+            ended, said = look()
     network.waited(time.monotonic() - began)
     if told:
         network.waiting(None)
