@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from runflat.plan.plan import Plan
@@ -21,7 +22,7 @@ class Group:
     plan: Plan
     met: dict[tuple[str, int], set[str]] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def members(self) -> set[str]:
         """Devices of the plan."""
         return set(self.plan.devices)

@@ -162,8 +162,9 @@ class FakeLauncher:
         key = (worker.name, phase)
         self._seen[key] = self._seen.get(key, 0) + 1
         for fault in list(self.faults):
-            due = self.committed() >= fault.step or phase in IN_RECOVERY
-            if (fault.device, fault.phase) != key or not due or fault.kind in AS_ANSWER or fault.nth > self._seen[key]:
+            if (fault.device, fault.phase) != key or fault.kind in AS_ANSWER or fault.nth > self._seen[key]:
+                continue
+            if self.committed() < fault.step and phase not in IN_RECOVERY:
                 continue
             self.faults.remove(fault)
             self.struck.append(fault)

@@ -117,7 +117,7 @@ class FakeWorker:
         generation = group.plan.generation
 
         def check() -> None:
-            if group.met[key] >= group.members:
+            if len(group.met[key]) == len(group.members):
                 then()
             else:
                 self.after(0.01, check, generation)
@@ -356,7 +356,7 @@ class FakeWorker:
             group.met.setdefault(("prepare", 0), set()).add(self.name)
             if self.prepared is not plan:
                 return
-            if group.met["prepare", 0] >= group.members:
+            if len(group.met["prepare", 0]) == len(group.members):
                 self.say(messages.Prepared, generation=order.generation)
                 if newcomer:
                     self._join(plan)
