@@ -39,7 +39,7 @@ TP, BIG_TP = 4, 8
 THREADS, QUICK_THREADS = (8, 32, 64), (8, 16)
 ALONE, QUICK_ALONE = (16, 64, 512, 4096), (16, 64)
 LOST = "1:2"
-FIRST, STEPS = 3, 10
+FIRST, STEPS = 3, 6
 """Steps before the first that is counted, and how many are."""
 PATIENCE_S = 600.0
 FLAGS = (
@@ -67,7 +67,7 @@ def as_threads(num_devices: int, folder: Path) -> Result:
         try:
             watch.reached(FIRST + STEPS, PATIENCE_S)
             made[0].kill(LOST)
-            until("the incident", lambda: watch.records("incident"), PATIENCE_S)
+            until("the incident", lambda: _losses(watch), PATIENCE_S)
             until("the return", lambda: watch.records("change"), PATIENCE_S)
         except BaseException as problem:  # whatever it is, it is told when the run has ended
             problems.append(problem)
@@ -82,10 +82,15 @@ def as_threads(num_devices: int, folder: Path) -> Result:
     return _counted(num_devices, made[0], Watch(run))
 
 
+def _losses(watch: Watch) -> list[dict[str, Any]]:
+    """Incidents of the device that was killed, and of no other."""
+    return [row for row in watch.records("incident") if row["devices"] == [LOST]]
+
+
 def _counted(num_devices: int, workers: Counted, watch: Watch) -> Result:
-    tally, (loss, *others), (change, *_) = workers.tally, watch.records("incident"), watch.records("change")
-    if others:
-        raise SystemExit(f"{num_devices} devices: more than one incident: {others}")
+    tally, (change, *_) = workers.tally, watch.records("change")
+    (loss,) = _losses(watch)
+    cpu_s = workers.cpu_s
     steps = [tally.of_step[step] for step in range(FIRST, FIRST + STEPS)]
     before, back = tally.of_change[loss["generation"]], tally.of_change[change["generation"]]
     return {
@@ -94,6 +99,8 @@ def _counted(num_devices: int, workers: Counted, watch: Watch) -> Result:
         "step_s": median(row["step_s"] for row in watch.steps()[FIRST : FIRST + STEPS]),
         "loss": {**before, "suspect": tally.others["suspect"]},
         "loss_order_bytes": tally.order_bytes[loss["generation"]],
+        "step_cpu_s": (cpu_s[f"step {FIRST + STEPS - 1}"] - cpu_s[f"step {FIRST - 1}"]) / STEPS,
+        "loss_cpu_s": cpu_s[f"generation {loss['generation']}"] - cpu_s["exit"],
         "loss_phases_s": loss["phases_s"],
         "return": dict(back),
         "return_stages_s": change["stages_s"],

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from runflat.elastic.fake_launcher import FakeLauncher, Fault
 from runflat.elastic.launch_threads import ThreadWorkers
-from runflat.elastic.messages import Commit, Heartbeat, Message, Shard, StepReport, Suspect, parse_message
+from runflat.elastic.messages import Commit, Exited, Heartbeat, Message, Shard, StepReport, Suspect, parse_message
 from runflat.elastic.orders import Order
 from runflat.train.job import Job
 
@@ -56,6 +56,8 @@ class Counted(ThreadWorkers):
         """As `ThreadWorkers`."""
         super().__init__(job)
         self.tally = Tally()
+        self.cpu_s: dict[str, float] = {}
+        """CPU seconds of this process when the first commit of a generation or of a step came, and the first exit."""
 
     def send(self, device: str, order: Order) -> None:
         """Count, and give the order."""
@@ -66,6 +68,11 @@ class Counted(ThreadWorkers):
         """What arrives, counted."""
         for device, incarnation, message in super().messages(timeout_s):
             self.tally.message(message)
+            if isinstance(message, Commit):
+                self.cpu_s.setdefault(f"step {message.step}", time.process_time())
+                self.cpu_s.setdefault(f"generation {message.generation}", time.process_time())
+            elif isinstance(message, Exited):
+                self.cpu_s.setdefault("exit", time.process_time())
             yield device, incarnation, message
 
 
@@ -79,7 +86,7 @@ class Timed(FakeLauncher):
         """As `FakeLauncher`."""
         super().__init__(num_steps, faults)
         self.tally = Tally()
-        self.seconds: Counter[str] = Counter()
+        self.seconds: dict[str, float] = defaultdict(float)
         """CPU seconds by type of message; those between messages as "tick"."""
         self._left = time.process_time()
 

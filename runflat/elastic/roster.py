@@ -6,10 +6,14 @@ the protocol asks after each of them (who lives, who stands by) must not be a lo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
+from types import MappingProxyType
 
 from runflat.elastic.device import LIVE, Device, Standing
+
+CHUNK = 64
+"""A change copies one part of that many devices, and the list of the parts: for 4,096 devices 128 in place of 4,096."""
 
 
 class Standings:
@@ -45,22 +49,38 @@ class Standings:
         return tuple(name for name, standing, _ in self._of if standing in standings)
 
 
-class Roster(dict[str, Device]):
-    """Devices by name; read only: `changed` gives another one."""
+class Roster(Mapping[str, Device]):
+    """Devices by name; never changed: `changed` gives another one, with which it shares all but a few."""
 
-    _standings: list[Standings]
+    def __init__(self, devices: Mapping[str, Device] = MappingProxyType({})):
+        """Of these devices, in this order."""
+        names = list(devices)
+        chunks = [names[first : first + CHUNK] for first in range(0, len(names), CHUNK)]
+        self._where = {name: (at, place) for at, chunk in enumerate(chunks) for place, name in enumerate(chunk)}
+        self._chunks = tuple(tuple(devices[name] for name in chunk) for chunk in chunks)
+        self._standings: list[Standings] = []
 
-    def __init__(self, devices: Iterable[tuple[str, Device]] | dict[str, Device] = ()):
-        """Of (name, device) pairs, or a mapping."""
-        super().__init__(devices)
-        self._standings = []
+    def __getitem__(self, name: str) -> Device:
+        """The device of that name."""
+        at, place = self._where[name]
+        return self._chunks[at][place]
+
+    def __iter__(self) -> Iterator[str]:
+        """The names."""
+        return iter(self._where)
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._where)
 
     def changed(self, device: Device) -> Roster:
-        """The roster with `device` in place of the one of its name."""
-        before = self.get(device.name)
-        found = Roster(self)
-        dict.__setitem__(found, device.name, device)
-        if before is not None and _marks(before) == _marks(device):
+        """The roster with `device` in place of the one of its name, which there is."""
+        at, place = self._where[device.name]
+        chunk = self._chunks[at]
+        found = Roster()
+        found._where = self._where
+        found._chunks = (*self._chunks[:at], (*chunk[:place], device, *chunk[place + 1 :]), *self._chunks[at + 1 :])
+        if _marks(chunk[place]) == _marks(device):
             found._standings = self._standings
         return found
 
