@@ -1,7 +1,7 @@
 """Copies in memory: every so many steps each device keeps its state, and gives a copy to a device elsewhere.
 
 They serve when some unit has no live holder: everybody goes back to the newest step of which all units can be put
-together from what devices have. The copy goes to another slot of another replica where there is one, in the background.
+together from what devices have. The copy goes to a device elsewhere (`plan.buddies`), in the background.
 Two steps are kept, so that an incomplete newer copy never replaces a complete older one.
 """
 
@@ -28,7 +28,8 @@ from runflat.elastic.side_thread import start_thread
 from runflat.errors import RunError
 from runflat.parallel.move import TENSORS, Held, ShardState, Slab, read_state, relayout, slab_view
 from runflat.parallel.sockets import GroupSockets
-from runflat.plan.plan import Place, Plan, ReplicaPlan
+from runflat.plan.buddies import buddy
+from runflat.plan.plan import Plan, ReplicaPlan
 from runflat.plan.units import ModelSpec, shard_shape
 from runflat.train.checkpoint import Progress
 from runflat.train.engine import Engine
@@ -47,19 +48,6 @@ class Kept:
     plan: Plan
     progress: Progress
     tensors: Mapping[str, Mapping[str, torch.Tensor]]
-
-
-def buddy(plan: Plan, place: Place) -> Place | None:
-    """Where the copy of `place` goes: another slot of the next replica; failing that another replica, another slot."""
-    replicas = [replica.replica for replica in plan.replicas]
-    after = replicas[replicas.index(place[0]) + 1 :] + replicas[: replicas.index(place[0])]
-    for numbers in (after, [place[0]]):
-        for number in numbers:
-            slots = [slot for slot in plan.replica(number).live_slots if slot != place[1]]
-            if slots:
-                return number, min(slots, key=lambda slot: ((slot - place[1] - 1) % plan.tp_full, slot))
-    others = [other for other in plan.places if other != place]
-    return others[0] if others else None
 
 
 class Copies:

@@ -207,9 +207,9 @@ class ExternalWorkers:
             return
         self._guests[event.peer] = guest
         self._seated[device] = event.peer
-        domain = None if self._seats.may_span else self._seats.domain(caller.node)
+        domain, may_span = self._seats.domain(caller.node), self._seats.may_span
         incarnation = self._current.get(device, 0)
-        self._due.append((device, incarnation, Back(incarnation=incarnation, domain=domain)))
+        self._due.append((device, incarnation, Back(incarnation=incarnation, domain=domain, may_span=may_span)))
         self._say(f"{guest.name} ({event.address}) drives {device}")
 
     def _turn_away(self, peer: int, reason: str) -> None:

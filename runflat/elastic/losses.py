@@ -77,7 +77,8 @@ def on_back(turn: Turn, name: str, message: Back) -> None:
     """Processes of a device can be started now: one that was lost for want of that starts, after its back-off."""
     state = turn.state
     if message.domain is not None:
-        turn.set(planner=replace(state.planner, domains={**state.planner.domains, name: message.domain}))
+        domains = {**state.planner.domains, name: message.domain}
+        turn.set(planner=replace(state.planner, domains=domains, may_span=message.may_span))
     device = state.devices[name]
     if device.standing is Standing.LOST and device.restart_at is None and not _waits_for_a_word(state, device):
         turn.device(name, restart_at=device.since + _back_off_s(state, device.failures))

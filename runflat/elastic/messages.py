@@ -271,10 +271,14 @@ class Exited(_Said):
 
 
 class Back(_Said):
-    """Added by the launcher: processes of the device can be started now, in this domain where domains matter."""
+    """Added by the launcher: processes of the device can be started now, in this domain.
+
+    `may_span`: a replica may span several domains.
+    """
 
     type: Literal["back"] = "back"
     domain: str | None = None
+    may_span: bool = False
 
 
 Message = (

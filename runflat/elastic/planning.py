@@ -15,6 +15,7 @@ from runflat.plan.cost import loads
 from runflat.plan.plan import Place, Plan, ReplicaPlan
 from runflat.plan.planner import build_plan
 from runflat.plan.strategies import Chain, Decision, JobFacts, Strategy, decide
+from runflat.plan.transfers import nearest
 from runflat.plan.units import REPLICATED, ModelSpec, unit_bytes
 from runflat.power.reach import PowerLimits, Reach
 
@@ -50,7 +51,9 @@ class Planner:
     speeds: Mapping[int, float] = field(default_factory=dict)
     """Replicas that cannot be boosted beyond this speed at present, whatever `power` says."""
     domains: Mapping[str, str] = field(default_factory=dict)
-    """Domain of each device where a replica must not span several; empty where it may."""
+    """Domain of each device, as far as it is known."""
+    may_span: bool = False
+    """Whether a replica may span several domains."""
     _works: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
     """What `device_work` has found, by dead slots."""
 
@@ -96,7 +99,7 @@ class Planner:
                 fits_memory=lambda degree: degree > too_low,
                 has_holders=lambda replica, dead: has_holders,
                 previous=previous,
-                domains=self.domains,
+                domains={} if self.may_span else self.domains,
             )
             out = [replica for replica, factor in factors.items() if factor > 1.0 and replica in dict(decision.left)]
             if not out:
@@ -157,7 +160,8 @@ class Planner:
             raise PlanError(
                 f"a batch of {batch} sequences leaves one of the {len(shares)} replicas without any: raise the batch."
             )
-        return replace(plan, replicas=replicas)
+        domains = tuple((device, self.domains[device]) for device in plan.devices if device in self.domains)
+        return replace(plan, replicas=replicas, domains=domains)
 
     def _held(self, plan: Plan, device: str) -> dict[str, frozenset[int]]:
         return {kind: frozenset(units) for kind, units in plan.held(self.spec.kinds, device).items()}
@@ -222,7 +226,6 @@ class Planner:
         return self._moves(have, plan)
 
     def _moves(self, have: Mapping[str, Units], plan: Plan) -> Moves:
-        """Each source sends as little as possible; a holder in the target's replica, so on its fast links, first."""
         sent = dict.fromkeys(plan.devices, 0)
         wanted = self._wanted(have, plan)
         holders = self._holders(have, plan, wanted)
@@ -230,7 +233,7 @@ class Planner:
         for target, kind, unit in wanted:
             found = holders[kind, unit]
             if found:
-                source = _nearest(found, plan, target, sent)
+                source = nearest(found, plan, target, sent)
                 num_bytes = unit_bytes(self.spec, kind, unit, self.bytes_per_element)
                 sent[source] += num_bytes
                 moves.append(
@@ -263,13 +266,6 @@ class Planner:
                 for unit in numbers & have.get(device, {}).get(kind, frozenset()):
                     found[kind, unit].append(device)
         return found
-
-
-def _nearest(candidates: Iterable[str], plan: Plan, target: str, sent: Mapping[str, int]) -> str:
-    home = plan.place(target)
-    assert home is not None
-    near = [device for device in candidates if (plan.place(device) or home)[0] == home[0]]
-    return min(near or candidates, key=lambda device: (sent[device], device))
 
 
 def _joined(moves: Iterable[Move]) -> tuple[Move, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from runflat.cluster.ledger import Incident
-from runflat.elastic import heal, pausing, restart
+from runflat.elastic import heal, nodes, pausing, restart
 from runflat.elastic.actions import Closed, Grew, Opened, Planned, Took, Turn
 from runflat.elastic.choice import choose, note
 from runflat.elastic.device import Standing
@@ -109,7 +109,11 @@ def on_status(turn: Turn, device: str, status: Status) -> None:
 def check_statuses(turn: Turn) -> None:
     """Plan, if all that live have said where they stand and all that were killed are gone."""
     state = turn.state
-    if state.stage is Stage.ABORT and not state.dying() and all_among(state.live(), state.statuses):
+    if state.stage is not Stage.ABORT or state.dying() or not all_among(state.live(), state.statuses):
+        return
+    doubt = nodes.waited_for(state)
+    if doubt is None or turn.now >= doubt[0]:
+        nodes.name_lost(turn)
         turn.lap("abort")
         replan(turn)
 

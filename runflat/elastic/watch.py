@@ -10,12 +10,12 @@ from enum import StrEnum
 
 from runflat.cluster.events import Event, EventKind
 from runflat.elastic import growth as changes
-from runflat.elastic import heal
+from runflat.elastic import heal, nodes
 from runflat.elastic.actions import Note, Turn
 from runflat.elastic.device import PRESENT, Device, Standing
 from runflat.elastic.losses import initial, kill, lose, start
 from runflat.elastic.messages import FormFail, Heartbeat, Mismatch, Suspect
-from runflat.elastic.recovery import again, fail
+from runflat.elastic.recovery import again, check_statuses, fail
 from runflat.elastic.state import Distrust, Flake, Growth, GrowthStage, Stage, State, Suspicion
 
 NUM_INTERVALS = 16
@@ -37,6 +37,7 @@ class Due(StrEnum):
     SUSPICION = "suspicion"
     COMMIT = "commit"
     CHANGE = "change"
+    DOMAIN = "domain"
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,9 @@ def _of_job(state: State) -> Iterable[Deadline]:
     owing = tuple(name for name in owed(state) if state.devices[name].killed_at is None)
     if state.suspicion is not None:
         yield Deadline(Due.SUSPICION, "an exit that explains it", state.suspicion.since + limits.suspicion_s, ())
-    if not owing:
+    if not owing and state.stage is Stage.ABORT and (doubt := nodes.waited_for(state)) is not None:
+        yield Deadline(Due.DOMAIN, f"the rest of the domain of {doubt[1][0]}", doubt[0], doubt[1])
+    elif not owing:
         pass  # whose word is waited for is being killed, and that has a deadline of its own
     elif state.stage is Stage.ABORT:
         yield Deadline(Due.ANSWERS, "status", since + max(state.step_limit_s, limits.progress_floor_s), owing)
@@ -189,6 +192,8 @@ def _answer(turn: Turn, deadline: Deadline) -> None:
         _blame(turn)
     elif deadline.kind is Due.CHANGE:
         _change_late(turn, deadline)
+    elif deadline.kind is Due.DOMAIN:
+        check_statuses(turn)
     elif state.stage in (Stage.ABORT, Stage.READY):
         for name in deadline.who:  # each answers for itself here
             kill(turn, name, f"late with {deadline.name}")

@@ -55,6 +55,8 @@ class Plan:
     generation: int
     tp_full: int
     replicas: tuple[ReplicaPlan, ...]
+    domains: tuple[tuple[str, str], ...] = ()
+    """(device, domain) of the devices whose domain is known; the same on every device, as all else here."""
 
     @cached_property
     def places(self) -> tuple[Place, ...]:
@@ -95,6 +97,14 @@ class Plan:
             return {kind.name: () for kind in kinds}
         return self.replica(place[0]).held(kinds, place[1])
 
+    def domain(self, device: str) -> str | None:
+        """The domain of `device`, or None where nobody knows it."""
+        return self._domain_of.get(device)
+
+    @cached_property
+    def _domain_of(self) -> Mapping[str, str]:
+        return dict(self.domains)
+
     @cached_property
     def _by_number(self) -> Mapping[int, ReplicaPlan]:
         return {replica.replica: replica for replica in self.replicas}
@@ -105,7 +115,8 @@ class Plan:
 
     def to_json(self) -> str:
         """JSON text; `plan_from_json` gives an equal plan back."""
-        return json.dumps({**_fields(self), "replicas": [_fields(replica) for replica in self.replicas]})
+        replicas = [_fields(replica) for replica in self.replicas]
+        return json.dumps({**_fields(self), "replicas": replicas, "domains": dict(self.domains)})
 
     def to_wire(self) -> str:
         """Short text for those who carry the plan out; `plan_from_wire` gives an equal plan back.
@@ -114,22 +125,26 @@ class Plan:
         one list of ranges, and a device that sits where it was started is a 1: a few bytes for each device.
         """
         dealt: dict[Any, int] = {}
+        names = {name: number for number, name in enumerate(dict.fromkeys(name for _, name in self.domains))}
         replicas = []
         for replica in self.replicas:
             number = dealt.setdefault(replica.assignments, len(dealt))
             devices = [_seat(replica.replica, slot, device) for slot, device in enumerate(replica.devices)]
-            replicas.append((replica.replica, devices, number, replica.num_sequences))
+            inside = [names.get(self.domain(device) or "", -1) for device in replica.devices if device is not None]
+            where = inside[0] if len(set(inside)) == 1 else inside
+            replicas.append((replica.replica, devices, number, replica.num_sequences, where))
         ranges = [
             [(name, [_ranges(units) for units in assignment]) for name, assignment in assignments]
             for assignments in dealt
         ]
-        return json.dumps([self.generation, self.tp_full, ranges, replicas], separators=(",", ":"))
+        return json.dumps([self.generation, self.tp_full, ranges, replicas, list(names)], separators=(",", ":"))
 
 
 def plan_from_json(text: str) -> Plan:
     """The plan that `Plan.to_json` wrote."""
     data: dict[str, Any] = json.loads(text)
-    return Plan(data["generation"], data["tp_full"], tuple(_replica(entry) for entry in data["replicas"]))
+    replicas = tuple(_replica(entry) for entry in data["replicas"])
+    return Plan(data["generation"], data["tp_full"], replicas, tuple(data.get("domains", {}).items()))
 
 
 def _fields(found: Plan | ReplicaPlan) -> dict[str, Any]:
@@ -155,16 +170,20 @@ def _ranges(units: Sequence[int]) -> list[int]:
 
 def plan_from_wire(text: str) -> Plan:
     """The plan that `Plan.to_wire` wrote."""
-    generation, tp_full, ranges, rows = json.loads(text)
+    generation, tp_full, ranges, rows, known = json.loads(text)
     dealt = [
         tuple((name, tuple(tuple(_units(listed)) for listed in assignment)) for name, assignment in assignments)
         for assignments in ranges
     ]
     replicas = []
-    for number, devices, which, num_sequences in rows:
-        names = (f"{number}:{slot}" if name == 1 else name or None for slot, name in enumerate(devices))
-        replicas.append(ReplicaPlan(number, tuple(names), dealt[which], num_sequences))
-    return Plan(generation, tp_full, tuple(replicas))
+    domains: list[tuple[str, str]] = []
+    for number, devices, which, num_sequences, where in rows:
+        names = tuple(f"{number}:{slot}" if name == 1 else name or None for slot, name in enumerate(devices))
+        replicas.append(ReplicaPlan(number, names, dealt[which], num_sequences))
+        live = [name for name in names if name is not None]
+        numbers = where if isinstance(where, list) else [where] * len(live)
+        domains += ((name, known[at]) for name, at in zip(live, numbers, strict=True) if at >= 0)
+    return Plan(generation, tp_full, tuple(replicas), tuple(domains))
 
 
 def _units(ranges: Sequence[int]) -> Iterator[int]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from runflat.errors import PlanError
-from runflat.plan.plan import Place, Plan
+from runflat.plan.plan import Plan
 from runflat.plan.sync_groups import holders
 from runflat.plan.units import ModelSpec, unit_bytes
 
@@ -25,8 +26,8 @@ class Transfer:
 def transfers(spec: ModelSpec, old: Plan, new: Plan, bytes_per_element: int) -> tuple[Transfer, ...]:
     """The units that each device of `new` lacks, each from a holder under `old` that is still a device of `new`.
 
-    Sources are chosen so that each sends as little as possible, a device of the same replica first (its domain's links
-    are the fastest). `bytes_per_element` counts everything that moves per element (parameter and optimizer state).
+    Sources are chosen as in `nearest`. `bytes_per_element` counts everything that moves per element (parameter and
+    optimizer state).
 
     Raises:
         PlanError: a unit has no holder left; the caller must fall back to a checkpoint.
@@ -49,7 +50,7 @@ def transfers(spec: ModelSpec, old: Plan, new: Plan, bytes_per_element: int) -> 
                 if (kind, unit) not in sources:
                     found = (old.device(holder) for holder in held[kind][unit])
                     sources[kind, unit] = [holder for holder in found if holder in alive]
-                source = _source(sources[kind, unit], new, place, sent)
+                source = nearest(sources[kind, unit], new, device, sent)
                 num_bytes = unit_bytes(spec, kind, unit, bytes_per_element)
                 sent[source] += num_bytes
                 moves.append(Transfer(kind, unit, unit + 1, source, device, num_bytes))
@@ -81,10 +82,22 @@ def lost_units(spec: ModelSpec, old: Plan, new: Plan) -> dict[str, tuple[int, ..
     return {kind: units for kind, units in lost.items() if units}
 
 
-def _source(candidates: list[str], new: Plan, target: Place, sent: dict[str, int]) -> str:
-    """The candidate in the target's replica that has sent least, else the one of all that has."""
-    near = [device for device in candidates if (new.place(device) or target)[0] == target[0]]
-    return min(near or candidates, key=lambda device: (sent[device], device))
+def nearest(candidates: Iterable[str], plan: Plan, target: str, sent: Mapping[str, int]) -> str:
+    """The candidate from which `target` gets a unit.
+
+    One of its replica first, whose links are the fastest; then one of its domain, as far as domains are known; among
+    these the one that has `sent` least.
+    """
+    home, domain = plan.place(target), plan.domain(target)
+    assert home is not None
+
+    def distance(device: str) -> int:
+        place = plan.place(device)
+        if place is not None and place[0] == home[0]:
+            return 0
+        return 1 if domain is not None and plan.domain(device) == domain else 2
+
+    return min(candidates, key=lambda device: (distance(device), sent[device], device))
 
 
 def _joined(moves: list[Transfer]) -> tuple[Transfer, ...]:

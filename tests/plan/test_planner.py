@@ -24,8 +24,11 @@ def test_json_round_trip(make_spec: MakeSpec, make_plan: MakePlan) -> None:
     assert plan.place("1:2") == (1, 2)
     assert plan_from_json(plan.to_json()) == plan
     moved = replace(plan, replicas=(*plan.replicas[:2], replace(plan.replicas[2], devices=(None, "s0", "0:1", None))))
-    for known in (plan, moved):
+    apart = replace(moved, domains=tuple((device, f"n{device[0]}") for device in moved.devices))
+    some = replace(plan, domains=(("0:2", "n1"), ("0:3", "n2")))
+    for known in (plan, moved, apart, some):
         assert plan_from_wire(known.to_wire()) == known
+        assert plan_from_json(known.to_json()) == known
         assert hash(plan_from_wire(known.to_wire())) == hash(known)
     assert json.loads(plan.to_json())["replicas"][0]["devices"] == ["0:0", None, "0:2", "0:3"]
     assert hash(plan_from_json(plan.to_json())) == hash(plan)

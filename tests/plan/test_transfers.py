@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -132,3 +133,20 @@ def test_lost_units(make_spec: MakeSpec, make_plan: MakePlan) -> None:
     with pytest.raises(PlanError, match="no live device holds head unit 2.*checkpoint"):
         transfers(spec, healthy, hurt, BYTES)
     assert lost_units(spec, healthy, make_plan(spec, 4, 2, [(0, 1), (1, 2)], healthy)) == {}
+
+
+@given(dead_places(), st.integers(1, 3))
+def test_a_neighbour_is_asked_first(
+    make_spec: MakeSpec, make_plan: MakePlan, dead: frozenset[Place], per_node: int
+) -> None:
+    """Catches a unit that comes from another domain although a device of its own one has it."""
+    spec = make_spec()
+    old = make_plan(spec, 4, 6)
+    new = make_plan(spec, 4, 6, dead, old)
+    new = replace(new, domains=tuple((device, f"n{int(device[0]) // per_node}") for device in new.devices))
+    had = held_by_device(spec, old)
+    for move in transfers(spec, old, new, BYTES):
+        units = {(move.kind, unit) for unit in range(move.start, move.stop)}
+        domain = new.domain(move.target)
+        if any(units & had[device] and new.domain(device) == domain for device in new.devices if device != move.target):
+            assert new.domain(move.source) == domain

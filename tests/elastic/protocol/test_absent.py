@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from runflat.elastic.actions import Heard, Start
+from runflat.elastic.actions import Closed, Heard, Send, Start
 from runflat.elastic.device import Standing
 from runflat.elastic.fake_world import World
 from runflat.elastic.messages import Back, Exited
+from runflat.elastic.orders import Feed, PlanOrder
+from runflat.elastic.state import Stage
 from runflat.plan.strategies import parse_chain
 
 LONG_S = 40.0
@@ -108,3 +110,54 @@ def test_a_node_is_lost_to_a_spare_node(make_world: Callable[..., World]) -> Non
     come_back(world, *(f"1:{slot}" for slot in range(4)), domain="b")
     world.run_until(lambda: len(world.state.standby()) == 4)
     assert active(world, *spares)
+
+
+def test_a_node_that_goes_is_one_recovery(make_world: Callable[..., World]) -> None:
+    """Catches a recovery for each device of a machine that goes at once, and an incident that does not name it."""
+    world = make_world(num_steps=4000, tp=2, replicas=4)
+    for replica in range(4):
+        come_back(world, f"{replica}:0", f"{replica}:1", domain="ab"[replica // 2])
+    world.run_until(lambda: world.state.committed >= 10)
+    before = world.state.generation
+    for device in ("2:0", "3:1", "2:1", "3:0"):
+        vanish(world, device)
+        gone_at = world.now
+        world.run_until(lambda at=gone_at: world.now > at + world.state.limits.batch_s / 3)
+    world.run_until(lambda: world.state.committed >= 15)
+    # The first loss may have had a recovery of its own by the time of the second: nobody waits for single devices.
+    assert world.state.generation <= before + 2
+    closed = [action for _, action in world.actions if isinstance(action, Closed)]
+    assert {device for one in closed for device in one.devices} == {"2:0", "2:1", "3:0", "3:1"}
+    assert closed[-1].incident.cause.startswith("domain b is gone with 2:0, 2:1, 3:0, 3:1")
+    assert [replica.replica for replica in (world.state.plan.replicas if world.state.plan else ())] == [0, 1]
+
+
+def test_two_devices_of_a_node_that_stays(make_world: Callable[..., World]) -> None:
+    """Catches a run that waits for ever for the rest of a machine of which two devices have failed."""
+    world = make_world(num_steps=4000)
+    for replica in range(2):
+        come_back(world, *(f"{replica}:{slot}" for slot in range(4)), domain="ab"[replica])
+    world.run_until(lambda: world.state.committed >= 10)
+    vanish(world, "1:1", "1:2")
+    gone_at = world.now
+    world.run_until(lambda: world.state.stage is Stage.RUN and len(world.state.members()) == 6)
+    assert world.now - gone_at >= world.state.limits.batch_s
+    assert "domain" not in str([action for _, action in world.actions if isinstance(action, Closed)])
+    world.run_until(lambda: world.state.committed >= 15)
+
+
+def test_sources_of_its_own_domain_come_first(make_world: Callable[..., World]) -> None:
+    """Catches a loss, or a return, for which units cross the network although a neighbour has them."""
+    world = make_world(num_steps=4000, tp=2, replicas=4)
+    for replica in range(4):
+        come_back(world, f"{replica}:0", f"{replica}:1", domain="ab"[replica // 2])
+    world.run_until(lambda: world.state.committed >= 3)
+    vanish(world, "3:1")
+    world.run_until(lambda: world.state.committed >= 8)
+    come_back(world, "3:1", domain="b")
+    world.run_until(lambda: active(world, "3:1"))
+    orders = [action.order for _, action in world.actions if isinstance(action, Send)]
+    moves = [move for order in orders if isinstance(order, PlanOrder) for move in order.resume.transfers]
+    moves += [move for order in orders if isinstance(order, Feed) for move in order.transfers]
+    assert {move.target for move in moves} == {"3:0", "3:1"}
+    assert {move.source[0] for move in moves} <= {"2", "3"}
