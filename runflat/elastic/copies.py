@@ -28,6 +28,7 @@ from runflat.elastic.side_thread import start_thread
 from runflat.errors import RunError
 from runflat.parallel.move import TENSORS, Held, ShardState, Slab, read_state, relayout, slab_view
 from runflat.parallel.sockets import GroupSockets
+from runflat.parallel.staging import host_copy
 from runflat.plan.buddies import buddy
 from runflat.plan.plan import Plan, ReplicaPlan
 from runflat.plan.units import ModelSpec, shard_shape
@@ -78,8 +79,7 @@ class Copies:
         engine = self._engine
         state = read_state(engine.params, engine.optimizer)
         tensors = {
-            kind: {name: tensor.detach().to("cpu", copy=True) for name, tensor in named.items()}
-            for kind, named in state.tensors.items()
+            kind: {name: host_copy(tensor) for name, tensor in named.items()} for kind, named in state.tensors.items()
         }
         kept = Kept(self._device_id, plan, engine.progress, tensors)
         self.learn(plan)

@@ -21,6 +21,7 @@ from pydantic import Field, TypeAdapter
 from runflat.elastic.orders import Wire, parsed
 from runflat.errors import RunError
 from runflat.parallel.move import Slab
+from runflat.parallel.staging import host_copy
 
 MAGIC = b"RFF1"
 _PREFIX = struct.Struct(">4sIQI")
@@ -136,7 +137,8 @@ class FeedLimits:
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of a tensor, row-major; a view where it is contiguous and on the CPU."""
-    flat = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    whole = tensor.detach().contiguous() if tensor.device.type == "cpu" else host_copy(tensor)
+    flat = whole.view(-1).view(torch.uint8)
     return flat.numpy().data
 
 

@@ -68,7 +68,8 @@ class Session:
         self._suffer = suffer
         self.presence = Presence()
         self.interrupt = Interrupt()
-        timeline = timeline_of(job, device_id)
+        device = worker_device(index, job.emulated is not None)
+        timeline = timeline_of(job, device_id, device)
         self.network = Network(
             timeout_s=job.train.timeout_s,
             form_timeout_s=FORM_TIMEOUT_S,
@@ -79,7 +80,7 @@ class Session:
         )
         self.striker = Striker(job.inject, device_id)
         self.inbox = Inbox(channel, self._leave_below, self.striker.add)
-        self.engine = Engine(job, worker_device(index, job.emulated is not None), self._phase, timeline)
+        self.engine = Engine(job, device, self._phase, timeline)
         self.inspection = Inspection(self.engine, self.say)
         self.duties = Duties(self.engine, self.say, self._phase, self.inspection.before_save, self.interrupt)
         self.base: Plan | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from runflat.parallel.optimizer import OptimizerSettings
 from runflat.plan.plan import Plan
 from runflat.plan.sync_groups import SyncLayout, sync_layout
 from runflat.plan.units import ModelSpec
+from runflat.train.device_clock import DeviceClock
 from runflat.train.emulate import DeviceModel
 from runflat.train.timing import FOLDER, Timeline
 
@@ -87,11 +89,13 @@ def job_layout(job: Job, spec: ModelSpec, plan: Plan) -> SyncLayout:
     return sync_layout(spec, plan, bucket_bytes, state_dtype(job.train.dtype).itemsize, job.train.sync)
 
 
-def timeline_of(job: Job, device: str) -> Timeline | None:
-    """What records steps of `device`, if the job asks for that."""
+def timeline_of(job: Job, device_id: str, device: torch.device) -> Timeline | None:
+    """What records steps of `device_id`, if the job asks for that."""
     if not job.train.profile:
         return None
-    return Timeline(Path(job.run) / FOLDER / f"{device.replace(':', '-')}.json", device, job.train.profile)
+    path = Path(job.run) / FOLDER / f"{device_id.replace(':', '-')}.json"
+    mark = DeviceClock(time.monotonic).mark if device.type == "cuda" else None
+    return Timeline(path, device_id, job.train.profile, mark=mark)
 
 
 def worker_device(index: int, emulated: bool = False) -> torch.device:

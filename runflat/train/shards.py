@@ -13,6 +13,7 @@ from torch import nn
 
 from runflat.errors import CheckpointError
 from runflat.parallel.shard import WeightSource, read_slices
+from runflat.parallel.staging import host_copy
 from runflat.plan.plan import Place, Plan
 from runflat.plan.units import ModelSpec, ParamSpec, Range, ranges_size, shard_pieces
 from runflat.train.checkpoint import (
@@ -100,8 +101,9 @@ def _local_ranges(
 def _take(tensor: torch.Tensor, param: ParamSpec, ranges: list[Range]) -> torch.Tensor:
     """The ranges, contiguous and on the CPU, in memory of their own."""
     if param.dim is None:
-        return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-    return torch.cat([tensor.narrow(param.dim, start, stop - start) for start, stop in ranges], dim=param.dim).cpu()
+        return host_copy(tensor)
+    joined = torch.cat([tensor.narrow(param.dim, start, stop - start) for start, stop in ranges], dim=param.dim)
+    return joined if joined.device.type == "cpu" else host_copy(joined)
 
 
 def checkpoint_tensors(checkpoint: Checkpoint, kind: str) -> WeightSource:

@@ -28,17 +28,33 @@ class Span:
     end_s: float
 
 
+Mark = Callable[[], float]
+"""A moment: tells its seconds, perhaps only once a device has come to it."""
+
+
 class Timeline:
     """The spans of `num_steps` steps of one device. Collectives end on threads of their own."""
 
-    def __init__(self, path: Path, device: str, num_steps: int, clock: Callable[[], float] = time.monotonic):
-        """Nothing is recorded before `step` says so; `path` is written when the last of the steps is over."""
+    def __init__(
+        self,
+        path: Path,
+        device: str,
+        num_steps: int,
+        clock: Callable[[], float] = time.monotonic,
+        mark: Callable[[], Mark] | None = None,
+    ):
+        """Nothing is recorded before `step` says so; `path` is written when the last of the steps is over.
+
+        `mark` marks the present moment of what the device does, where that is not what the host does.
+        """
         self._path = path
         self._device = device
         self._left = num_steps
         self._before = FIRST_STEP
         self._clock = clock
-        self._spans: list[Span] = []
+        self._mark = mark
+        self._since: Mark | None = None
+        self._marked: list[tuple[str, str, Mark, Mark]] = []
         self._lock = threading.Lock()
         self.on = False
 
@@ -49,6 +65,7 @@ class Timeline:
         elif self._left:
             self._left -= 1
             self.on = True
+            self._since = self._mark() if self._mark else None
 
     def stepped(self) -> None:
         """A step has been committed."""
@@ -56,23 +73,39 @@ class Timeline:
             self.on = False
             self._write()
 
-    def add(self, row: str, name: str, begin_s: float, end_s: float) -> None:
-        """Record a span, if this is the time to."""
-        if self.on:
-            with self._lock:
-                self._spans.append(Span(row, name, begin_s, end_s))
+    def part(self, name: str, begin_s: float, end_s: float) -> None:
+        """A part of the step is over, on the host; the device may come to its end later."""
+        self._add("step", name, lambda: begin_s, lambda: end_s)
+        if self.on and self._mark is not None and self._since is not None:
+            begin, self._since = self._since, self._mark()
+            self._add("device", name, begin, self._since)
 
     def launched(self, group: str, operation: str, num_bytes: int) -> Callable[[], None] | None:
-        """A collective is launched; returns what is to be called when it has ended, if this is the time to record."""
+        """A collective is launched; returns what is to be called when it has ended, if this is the time to record.
+
+        That call may come before the end, with a current stream that waits for it, as torch does on GPUs.
+        """
         if not self.on:
             return None
-        begin_s, name = self._clock(), group.rpartition("/")[2]
+        begin, name = self._now(), group.rpartition("/")[2]
         row = "tensor parallel" if name.startswith("tp") else "exchange"
-        return lambda: self.add(row, f"{operation} {name}, {num_bytes} bytes", begin_s, self._clock())
+        return lambda: self._add(row, f"{operation} {name}, {num_bytes} bytes", begin, self._now())
+
+    def _now(self) -> Mark:
+        if self._mark is not None:
+            return self._mark()
+        now_s = self._clock()
+        return lambda: now_s
+
+    def _add(self, row: str, name: str, begin: Mark, end: Mark) -> None:
+        if self.on:
+            with self._lock:
+                self._marked.append((row, name, begin, end))
 
     def _write(self) -> None:
         with self._lock:
-            spans, self._spans = self._spans, []
+            marked, self._marked = self._marked, []
+        spans = [Span(row, name, begin(), end()) for row, name, begin, end in marked]
         self._path.parent.mkdir(exist_ok=True)
         self._path.write_text(json.dumps(chrome_trace(self._device, spans)), encoding="utf-8")
 
@@ -148,5 +181,5 @@ class StepTimes:
         if self._name:
             self._parts[self._name] = self._parts.get(self._name, 0.0) + now_s - self._since_s
             if self._timeline is not None:
-                self._timeline.add("step", self._name, self._since_s, now_s)
+                self._timeline.part(self._name, self._since_s, now_s)
         self._since_s = now_s

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from runflat.check.small import proof_config
-from runflat.train.timing import MERGED, StepTimes, Timeline, merge_traces
+from runflat.train.timing import MERGED, Mark, StepTimes, Timeline, merge_traces
 
 PLACES = ((0, 0), (0, 1), (1, 0), (1, 1))
 
@@ -36,6 +36,41 @@ def test_overlap_can_be_seen(jobs: Any, tmp_path: Path) -> None:
         assert len(under) > len(exchanged) / 2 > 1, f"{len(under)} of {len(exchanged)} began under backward"
         assert any(span["cat"] == "tensor parallel" for span in spans)
     assert merge_traces(tmp_path / "nothing") is None
+
+
+def test_what_a_device_does_is_timed_by_its_marks(tmp_path: Path) -> None:
+    """Catches GPU times that are those of the launches, a mark that is waited for in the step, and a part too many."""
+    passed = iter(range(100))
+    asked: list[int] = []
+
+    def mark() -> Mark:
+        number = next(passed)
+
+        def seconds() -> float:
+            asked.append(number)
+            return 10.0 * number
+
+        return seconds
+
+    timeline = Timeline(tmp_path / "0-0.json", "0:0", 1, lambda: 1e6, mark)
+    parts = StepTimes(lambda name: None, timeline, lambda: 5.0)
+    for _ in range(4):
+        timeline.step()
+        parts.begin("forward")  # mark 0 in the recorded step
+        ended = timeline.launched("generation1/tp0", "all_reduce", 8)  # 1
+        if ended is not None:
+            ended()  # 2
+        parts.enter("backward")  # 3
+        assert not asked, "the host waits for the device in the middle of a step"
+        parts.end()  # 4
+        asked.clear()
+    spans = [e for e in json.loads((tmp_path / "0-0.json").read_text())["traceEvents"] if e["ph"] == "X"]
+    found = {(span["cat"], span["name"]): (span["ts"] / 1e6, span["dur"] / 1e6) for span in spans}
+    assert found["device", "forward"] == (0.0, 30.0)
+    assert found["device", "backward"] == (30.0, 10.0)
+    assert found["tensor parallel", "all_reduce tp0, 8 bytes"] == (10.0, 10.0)
+    assert found["step", "forward"] == (5.0, 0.0)
+    assert len(spans) == 5
 
 
 def test_parts_of_a_step() -> None:
