@@ -6,7 +6,7 @@ import contextlib
 import copy
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,10 @@ from runflat.errors import ModelError
 from runflat.parallel.casts import LiftCasts, lift_forward, recompute_layers
 from runflat.parallel.comms import Comms
 from runflat.parallel.grad_sync import GradSync
+from runflat.parallel.kept import Kept
+from runflat.parallel.move import read_state
 from runflat.parallel.optimizer import OptimizerSettings, build_optimizer
+from runflat.parallel.owned_sync import OwnedSync
 from runflat.parallel.shard import ShardedModel, tensor_weights
 from runflat.parallel.tp_plan import ShardingRules, build_meta_model, read_rules
 from runflat.plan.batch import micro_batches
@@ -26,7 +29,8 @@ from runflat.plan.plan import Place, Plan
 from runflat.plan.planner import build_plan, live_devices
 from runflat.plan.sync_groups import Sync, SyncLayout, sync_layout
 from runflat.plan.units import ModelSpec, ParamSpec, param_ranges
-from runflat.train.step import Trainer, train_step
+from runflat.plan.zero import OptimizerMode, Ownership, ownership
+from runflat.train.step import Sums, Trainer, train_step
 
 TOLERANCE = 1e-9
 """Largest relative error at which `verify` passes, float64 with the casts lifted."""
@@ -40,7 +44,7 @@ class Case:
 
     The reference computes in float64 with eager attention whatever `dtype` and `attention` are. `compute_dtype` is that
     of the layers (none: `dtype`), `recompute` has backward compute them again. `in_memory` replaces gloo by a network
-    without sockets. `sync` is how replicas meet.
+    without sockets. `sync` is how replicas meet, `optimizer` who keeps the state of the optimizer.
     """
 
     tp: int = 8
@@ -57,6 +61,7 @@ class Case:
     recompute: bool = False
     in_memory: bool = False
     sync: Sync = "direct"
+    optimizer: OptimizerMode = "replicated"
 
 
 @dataclass(frozen=True)
@@ -90,7 +95,7 @@ class Errors:
 
 @dataclass(frozen=True)
 class _Shard:
-    """One rank's tensors by parameter name."""
+    """One rank's tensors by parameter name; gradients and moments of what it keeps only."""
 
     grads: Mapping[str, torch.Tensor]
     weights: Mapping[str, torch.Tensor]
@@ -141,6 +146,8 @@ def verify(
     models = {place: copy.deepcopy(meta) for place in plan.places}
     settings = _settings(AdamW(), case.num_steps)
 
+    owned = ownership(rules.spec, plan, layout) if case.optimizer == "zero1" else None
+
     def rank(place: Place, comms: Comms) -> _Shard:
         replica = plan.replica(place[0])
         held = replica.held(rules.spec.kinds, place[1])
@@ -152,15 +159,23 @@ def verify(
             lift_forward(model)
         if case.recompute:
             recompute_layers(model, lift_casts)
-        sync = GradSync(rules.spec, plan, layout, place, comms, params, sharded.sources)
-        optimizer, reports = build_optimizer(rules.spec, params, settings), place[1] == replica.live_slots[0]
+        reports = place[1] == replica.live_slots[0]
+        if owned is None:
+            sync: Sums = GradSync(rules.spec, plan, layout, place, comms, params, sharded.sources)
+            kept, optimizer = None, build_optimizer(rules.spec, params, settings)
+        else:
+            sync = OwnedSync(plan, layout, owned, place, comms, params, sharded.sources)
+            kept = Kept(rules.spec, params, held, owned.kept(place), settings)
+            kept.bind()
+            optimizer = kept.adamw
         trainer = Trainer(model, params, sync, comms, optimizer, settings, reports, refresh=sharded.refresh)
         try:
-            return _run_rank(trainer, plan, place, case, batch)
+            return _run_rank(trainer, kept, plan, place, case, batch)
         finally:
             sync.close()  # its hooks hang on the parameters, where Python's collector does not see the circle
 
-    return _compare(rules, plan, run_ranks(plan, layout, rank, in_memory=case.in_memory), expected.outcome)
+    shards = run_ranks(plan, layout, rank, in_memory=case.in_memory)
+    return _compare(rules, plan, owned, shards, expected.outcome)
 
 
 def _settings(settings: AdamW, num_steps: int) -> OptimizerSettings:
@@ -190,7 +205,7 @@ def replica_batches(plan: Plan, place: Place, batch: Batch, micro_batch: int) ->
     return batches
 
 
-def _run_rank(trainer: Trainer, plan: Plan, place: Place, case: Case, batch: Batch) -> _Shard:
+def _run_rank(trainer: Trainer, kept: Kept | None, plan: Plan, place: Place, case: Case, batch: Batch) -> _Shard:
     own = replica_batches(plan, place, batch, case.micro_batch)
     grads: dict[str, torch.Tensor] = {}
     results = []
@@ -198,21 +213,24 @@ def _run_rank(trainer: Trainer, plan: Plan, place: Place, case: Case, batch: Bat
         results.append(train_step(trainer, [b.tokens for b in own], [b.labels for b in own], step))
         if step == 0:
             grads = {name: p.grad.clone() for name, p in trainer.params.items() if p.grad is not None}
-    state = trainer.optimizer.state
+    grads = kept.cut(grads) if kept is not None else grads
+    moments = kept.moments if kept is not None else read_state(trainer.params, trainer.optimizer).tensors
     return _Shard(
         grads=grads,
         weights={name: param.detach() for name, param in trainer.params.items()},
-        first_moments={name: state[param]["exp_avg"] for name, param in trainer.params.items()},
-        second_moments={name: state[param]["exp_avg_sq"] for name, param in trainer.params.items()},
+        first_moments=moments["exp_avg"],
+        second_moments=moments["exp_avg_sq"],
         grad_norms=tuple(result.grad_norm for result in results),
         losses=tuple(result.loss for result in results),
     )
 
 
-def _compare(rules: ShardingRules, plan: Plan, shards: Mapping[Place, _Shard], expected: Outcome) -> Errors:
+def _compare(
+    rules: ShardingRules, plan: Plan, owned: Ownership | None, shards: Mapping[Place, _Shard], expected: Outcome
+) -> Errors:
     def table(field: str) -> dict[str, float]:
         parts = {place: getattr(shard, field) for place, shard in shards.items()}
-        return parameter_errors(rules, plan, parts, getattr(expected, field))
+        return parameter_errors(rules, plan, parts, getattr(expected, field), None if field == "weights" else owned)
 
     return Errors(
         grads=table("grads"),
@@ -235,14 +253,24 @@ def parameter_errors(
     plan: Plan,
     parts: Mapping[Place, Mapping[str, torch.Tensor]],
     reference: Mapping[str, torch.Tensor],
+    owned: Ownership | None = None,
 ) -> dict[str, float]:
     """Relative error per kind of parameter (the largest over its layers) of the tensors assembled from `parts`.
 
-    Infinite where two holders of one element differ in a bit, or an element has no holder in some replica.
+    Infinite where two holders of one element differ in a bit, or an element has no holder in some replica (with
+    `owned`, whose keepers alone have a part: no keeper at all).
     """
     errors: dict[str, float] = {}
+    kinds = rules.spec.kinds
+    kept = {place: owned.kept(place) for place in parts} if owned is not None else None
     for param in rules.spec.params:
-        full = _assembled(rules.spec, plan, {place: held[param.name] for place, held in parts.items()}, param)
+        of_param = {place: held[param.name] for place, held in parts.items() if param.name in held}
+        held_by = {
+            place: kept[place][param.name] if kept is not None else plan.replica(place[0]).held(kinds, place[1])
+            for place in of_param
+        }
+        groups = [[place for place in of_param if place[0] == replica.replica] for replica in plan.replicas]
+        full = _assembled(rules.spec, groups if kept is None else [list(of_param)], held_by, of_param, param)
         true = reference[param.name].double()
         error = math.inf if full is None else _relative_norm(full.double(), true)
         kind = kind_of(param.name)
@@ -258,22 +286,26 @@ def _relative_norm(value: torch.Tensor, true: torch.Tensor) -> float:
 
 
 def _assembled(
-    spec: ModelSpec, plan: Plan, parts: Mapping[Place, torch.Tensor], param: ParamSpec
+    spec: ModelSpec,
+    groups: Sequence[Sequence[Place]],
+    held_by: Mapping[Place, Mapping[str, tuple[int, ...]]],
+    parts: Mapping[Place, torch.Tensor],
+    param: ParamSpec,
 ) -> torch.Tensor | None:
-    """The full tensor from all holders' parts; None where two of them differ or a replica lacks an element."""
+    """The full tensor from all holders' parts; None where two differ or one of the `groups` lacks an element."""
+    if not parts:
+        return None
     if param.dim is None:
         copies = list(parts.values())
         return copies[0] if all(torch.equal(other, copies[0]) for other in copies) else None
     first = next(iter(parts.values()))
     full = torch.empty(param.shape, dtype=first.dtype)
     known = torch.zeros(param.shape[param.dim], dtype=torch.bool)
-    for replica in plan.replicas:
+    for group in groups:
         covered = torch.zeros_like(known)
-        for slot in replica.live_slots:
-            index = torch.cat(
-                [torch.arange(*part) for part in param_ranges(spec, param, replica.held(spec.kinds, slot))]
-            )
-            local = parts[replica.replica, slot]
+        for place in group:
+            index = torch.cat([torch.arange(*part) for part in param_ranges(spec, param, held_by[place])])
+            local = parts[place]
             old = known[index]
             if not torch.equal(
                 full.index_select(param.dim, index[old]), local.index_select(param.dim, old.nonzero()[:, 0])

@@ -14,6 +14,7 @@ from runflat.commands.models import model_config
 from runflat.errors import ConfigError
 from runflat.plan.sync_groups import Sync
 from runflat.plan.units import parse_slot
+from runflat.plan.zero import OptimizerMode
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -45,6 +46,8 @@ class VerifyArgs:
     """A dead slot as replica:slot, such as 1:3; may be repeated."""
     sync: Sync = "direct"
     """How the planned side sums gradients: direct, or reshard."""
+    optimizer: OptimizerMode = "replicated"
+    """Who keeps the optimizer's state on the planned side: all holders of a unit, or (zero1) its owner and mirror."""
     full: bool = False
     """Take the model's own sizes instead of a small model of the same architecture (needs memory for all devices)."""
     seed: int = 0
@@ -97,13 +100,19 @@ def _case(args: VerifyArgs) -> Case:
     from runflat.check.verify import Case
 
     return Case(
-        tp=args.tp, num_replicas=replicas, dead=dead, num_sequences=2 * replicas + 1, seed=args.seed, sync=args.sync
+        tp=args.tp,
+        num_replicas=replicas,
+        dead=dead,
+        num_sequences=2 * replicas + 1,
+        seed=args.seed,
+        sync=args.sync,
+        optimizer=args.optimizer,
     )
 
 
 def _layout(args: VerifyArgs, case: Case) -> str:
     hurt = f"dead {', '.join(args.dead)}" if args.dead else "no dead slot"
-    how = ", resharded" if case.sync == "reshard" else ""
+    how = (", resharded" if case.sync == "reshard" else "") + (", zero1" if case.optimizer == "zero1" else "")
     return f"{case.num_replicas} replica{'s' if case.num_replicas > 1 else ''} at TP {case.tp}, {hurt}{how}"
 
 
@@ -188,6 +197,7 @@ def _as_json(args: VerifyArgs, case: Case, lifted: Errors, as_is: Errors, tolera
         "dead": list(args.dead),
         "seed": case.seed,
         "sync": case.sync,
+        "optimizer": case.optimizer,
         "steps": case.num_steps,
         "tolerance": tolerance,
         "passed": lifted.largest <= tolerance,

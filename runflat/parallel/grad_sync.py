@@ -17,11 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import nn
 
+from runflat.parallel.arrivals import Arrivals
 from runflat.parallel.buckets import Copy, Exchange, LocalBucket
 from runflat.parallel.comms import Comms, Group
 from runflat.parallel.reshard import LocalMoves
@@ -74,15 +74,10 @@ class GradSync:
         self._contributes_equal = place[1] == replica.live_slots[0]
         self._place = place
         self._bind(layout, place)
-        self._armed = False
         self._next = 0
-        self._sources = dict(sources) if sources else {name: (param,) for name, param in self._params.items()}
         self._arriving: LocalMoves | None = None
-        self._hooks = [
-            source.register_post_accumulate_grad_hook(self._hook(name))
-            for name in self._params
-            for source in self._sources[name]
-        ]
+        self._waiting = {name: [c for c in self._carriers() if name in c.params] for name in self._params}
+        self._arrivals = Arrivals(self._params, sources, self._final)
 
     # ---- set-up
 
@@ -157,25 +152,10 @@ class GradSync:
             )
             local.copies.append(Copy(param.grad, spec.dim, ranges, local.flat[offset : offset + entry.numel]))
 
-    def _hook(self, name: str) -> Any:
-        waiting = [bucket for bucket in self._carriers() if name in bucket.params]
-        param = self._params[name]
-
-        def ready(source: torch.Tensor) -> None:
-            if source is not param:
-                assert param.grad is not None
-                assert source.grad is not None
-                param.grad += source.grad
-                source.grad = None
-            if self._armed:
-                self._owed[name] -= 1
-                if self._owed[name]:
-                    return
-                for bucket in waiting:
-                    bucket.missing.discard(name)
-                self._launch_ready()
-
-        return ready
+    def _final(self, name: str) -> None:
+        for carrier in self._waiting[name]:
+            carrier.missing.discard(name)
+        self._launch_ready()
 
     def _all_local(self) -> list[LocalBucket]:
         exchanged = [local for _, local in self._exchange if local is not None]
@@ -188,23 +168,19 @@ class GradSync:
 
     def zero(self) -> None:
         """Clear all gradients and forget an unfinished step."""
-        self._armed = False
+        self._arrivals.disarm()
         self._next = 0
         self._arriving = None
         torch._foreach_zero_([carrier.flat for carrier in self._carriers()])
         loose = {id(copy.grad): copy.grad for carrier in self._carriers() for copy in carrier.copies}
         if loose:
             torch._foreach_zero_(list(loose.values()))
-        for name, sources in self._sources.items():
-            for source in sources:
-                if source is not self._params[name]:
-                    source.grad = None
+        self._arrivals.clear_copies()
 
     def arm(self) -> None:
         """The next backward is the last of this step: launch each bucket as soon as its gradients are final."""
-        self._armed = True
+        self._arrivals.arm()
         self._next = 0
-        self._owed = {name: len(sources) for name, sources in self._sources.items()}
         for carrier in self._carriers():
             carrier.missing = set(carrier.params)
 
@@ -269,7 +245,7 @@ class GradSync:
             received.add_up()
         for carrier in self._carriers():
             carrier.finish()
-        self._armed = False
+        self._arrivals.disarm()
 
     def _launch_exchange(self) -> Exchange | None:
         if not self._exchange:
@@ -292,7 +268,9 @@ class GradSync:
             total += torch.linalg.vector_norm(bucket.flat[start:stop], dtype=torch.float64) ** 2
         return total
 
+    def gather(self) -> None:
+        """Nothing to do: every holder of a unit has updated it itself."""
+
     def close(self) -> None:
         """Remove the hooks."""
-        for hook in self._hooks:
-            hook.remove()
+        self._arrivals.close()

@@ -81,12 +81,11 @@ def clip_coefficient(norm: float, clip_norm: float | None) -> float:
     return min(1.0, clip_norm / (norm + 1e-6))
 
 
-def apply_update(
-    optimizer: torch.optim.AdamW, params: Mapping[str, nn.Parameter], gradient_scale: float, lr: float
-) -> None:
-    """Scale all gradients by `gradient_scale`, set the learning rate and update."""
-    grads = [param.grad for param in params.values() if param.grad is not None]
-    torch._foreach_mul_(grads, gradient_scale)
+def apply_update(optimizer: torch.optim.AdamW, gradient_scale: float, lr: float) -> None:
+    """Scale the gradients of all that `optimizer` updates by `gradient_scale`, set the learning rate and update."""
+    grads = [param.grad for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
+    if grads:
+        torch._foreach_mul_(grads, gradient_scale)
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()

@@ -15,12 +15,15 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal
 
 from runflat.errors import PlanError
 from runflat.plan.plan import Place, Plan
 from runflat.plan.sync_groups import Bucket, Entry, Members, SyncLayout
 from runflat.plan.units import REPLICATED, ModelSpec, ParamSpec
 
+OptimizerMode = Literal["replicated", "zero1"]
+"""Whether every holder of a unit keeps and updates its optimizer state, or only its owner and its mirror."""
 ParamHeld = Mapping[str, Mapping[str, tuple[int, ...]]]
 """Per parameter the units of each of its kinds, ascending; one that is not cut is unit 0 of the kind `REPLICATED`."""
 

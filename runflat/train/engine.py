@@ -321,7 +321,7 @@ class Engine:
         assert self.sharded is not None
         self._phase("update")
         step, batch = self.progress.step, self.plan.num_sequences
-        result = apply(self.optimizer, self.sharded.params, self.settings, scalars, step)
+        result = apply(self.optimizer, self.settings, scalars, step)
         self.sharded.refresh()
         used = range(self.progress.num_samples, self.progress.num_samples + batch)
         self.progress = Progress(

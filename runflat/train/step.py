@@ -20,6 +20,10 @@ from runflat.parallel.comms import Comms, CommsError
 from runflat.parallel.grad_sync import GradSync
 from runflat.parallel.loss import num_targets
 from runflat.parallel.optimizer import OptimizerSettings, apply_update, clip_coefficient, learning_rate
+from runflat.parallel.owned_sync import OwnedSync
+
+Sums = GradSync | OwnedSync
+"""What sums gradients: for all holders, or with `zero1` for those that keep a unit's optimizer state."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +73,12 @@ class StepResult:
 class Trainer:
     """One device's part of the training, under one plan. `reports` is true on one device of each replica.
 
-    `phase` is called with the name of each part of a step as it begins, `refresh` after the update of `params`.
+    `phase` is called with the name of each part of a step as it begins, `refresh` when all of `params` is up to date.
     """
 
     model: PreTrainedModel
     params: Mapping[str, nn.Parameter]
-    sync: GradSync
+    sync: Sums
     comms: Comms
     optimizer: torch.optim.AdamW
     settings: OptimizerSettings
@@ -140,20 +144,14 @@ def barrier(trainer: Trainer, loss_sum: float, tokens: int, stop: bool = False, 
     return total
 
 
-def apply(
-    optimizer: torch.optim.AdamW,
-    params: Mapping[str, nn.Parameter],
-    settings: OptimizerSettings,
-    scalars: Scalars,
-    step: int,
-) -> StepResult:
+def apply(optimizer: torch.optim.AdamW, settings: OptimizerSettings, scalars: Scalars, step: int) -> StepResult:
     """Clip by the true global norm and update: step `step` (0-based) is committed when this returns."""
     tokens = scalars.num_targets
     norm = math.sqrt(scalars.squared_norm) / tokens
     skipped = scalars.non_finite > 0
     lr = learning_rate(settings, step)
     if not skipped:
-        apply_update(optimizer, params, clip_coefficient(norm, settings.clip_norm) / tokens, lr)
+        apply_update(optimizer, clip_coefficient(norm, settings.clip_norm) / tokens, lr)
     return StepResult(scalars.loss_sum / tokens, int(tokens), math.nan if skipped else norm, lr, skipped)
 
 
@@ -174,7 +172,8 @@ def train_step(
     trainer.phase("commit")
     scalars = barrier(trainer, loss_sum, tokens)
     trainer.phase("update")
-    result = apply(trainer.optimizer, trainer.params, trainer.settings, scalars, step)
+    result = apply(trainer.optimizer, trainer.settings, scalars, step)
+    trainer.sync.gather()
     trainer.refresh()
     return StepResult(
         **{**vars(result), "compute_s": computed - started, "sync_s": synced - computed},

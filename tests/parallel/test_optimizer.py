@@ -77,6 +77,6 @@ def test_update_is_that_of_torch() -> None:
             theirs[name].grad = param.grad * 0.25
             reference[name].param_groups[0]["lr"] = lr
             reference[name].step()
-        apply_update(mine, ours, 0.25, lr)
+        apply_update(mine, 0.25, lr)
     for name, param in ours.items():
         torch.testing.assert_close(param, theirs[name])

@@ -110,7 +110,7 @@ def train(
             loss_sum, tokens = backward(trainer, batches, batches)
             grad_sync.finish()
             scalars.append(barrier(trainer, loss_sum, tokens, stop=stop))
-            results.append(apply(optimizer, params, settings, scalars[-1], step))
+            results.append(apply(optimizer, settings, scalars[-1], step))
             if step + 1 == save_at:
                 shard = write_shard(run, spec, copy_shard(spec, plan, place, save_at, params, optimizer))
             if scalars[-1].stop:
