@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from math import prod
 from typing import Any
 
 import torch
@@ -99,7 +100,8 @@ class _Backend:
         self, output: torch.Tensor, source: torch.Tensor, received: Sequence[int], sent: Sequence[int]
     ) -> _Work:
         """As in-memory."""
-        out, into = ((sum(parts) - parts[self._rank]) * source.element_size() for parts in (sent, received))
+        row_bytes = prod(source.shape[1:]) * source.element_size()
+        out, into = ((sum(parts) - parts[self._rank]) * row_bytes for parts in (sent, received))
         return self._launched(out, into, self._real.alltoall_base(output, source, received, sent))
 
 

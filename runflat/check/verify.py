@@ -44,7 +44,8 @@ class Case:
 
     The reference computes in float64 with eager attention whatever `dtype` and `attention` are. `compute_dtype` is that
     of the layers (none: `dtype`), `recompute` has backward compute them again. `in_memory` replaces gloo by a network
-    without sockets. `sync` is how replicas meet, `optimizer` who keeps the state of the optimizer.
+    without sockets. `sync` is how replicas meet, `optimizer` who keeps the state of the optimizer. With
+    `sequence_parallel` each device has a part of the tokens between the split layers.
     """
 
     tp: int = 8
@@ -62,6 +63,7 @@ class Case:
     in_memory: bool = False
     sync: Sync = "direct"
     optimizer: OptimizerMode = "replicated"
+    sequence_parallel: bool = False
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,7 @@ def verify(
     `unsharded(config, case, batch, lift_casts)`, for callers that check several plans against it.
     """
     meta = build_meta_model(copy.deepcopy(config), case.compute_dtype or case.dtype, case.attention)
-    rules = read_rules(meta, case.tp)
+    rules = read_rules(meta, case.tp, sequence_parallel=case.sequence_parallel)
     plan, layout = plan_case(rules, case)
     expected = truth or unsharded(config, case, batch, lift_casts)
     models = {place: copy.deepcopy(meta) for place in plan.places}
@@ -158,7 +160,7 @@ def verify(
         if lift_casts:
             lift_forward(model)
         if case.recompute:
-            recompute_layers(model, lift_casts)
+            recompute_layers(model, lift_casts, sharded.tp.keep)
         reports = place[1] == replica.live_slots[0]
         if owned is None:
             sync: Sums = GradSync(rules.spec, plan, layout, place, comms, params, sharded.sources)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -47,15 +47,25 @@ def lift_forward(model: torch.nn.Module) -> None:
     model.forward = lifted  # an instance attribute, on this one model only
 
 
-def recompute_layers(model: PreTrainedModel, lift_casts: bool = False) -> None:
+def recompute_layers(
+    model: PreTrainedModel,
+    lift_casts: bool = False,
+    keep: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> None:
     """Keep only the inputs of `model`'s layers for backward, which computes each layer again.
 
     The collectives inside are done again too, on all devices of a replica in the same order. `lift_casts`: the forward
-    is lifted (`lift_forward`), so backward's computation must be.
+    is lifted (`lift_forward`), so backward's computation must be. `keep` is called in forward; what it returns is the
+    context of the same layer's computation in backward.
     """
 
+    @contextmanager
+    def again(kept: AbstractContextManager[Any]) -> Iterator[None]:
+        with kept, LiftCasts() if lift_casts else nullcontext():
+            yield
+
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        return nullcontext(), LiftCasts() if lift_casts else nullcontext()
+        return nullcontext(), again(keep())
 
     # Nothing is drawn at random, so that no state of a generator is worth keeping.
     options = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": contexts}

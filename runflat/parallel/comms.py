@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from math import prod
 from typing import Any, Literal
 
 import torch
@@ -164,22 +165,27 @@ class Group:
             return None
         options = dist.AllreduceOptions()
         options.reduceOp = _REDUCE_OPS[op]
-        return self._launch("all_reduce", tensor, lambda backend: backend.allreduce([tensor], options))
+        return self._launch("all_reduce", tensor.nbytes, lambda backend: backend.allreduce([tensor], options))
 
     def launch_all_to_all(
         self, output: torch.Tensor, source: torch.Tensor, received: Sequence[int], sent: Sequence[int]
     ) -> Any:
-        """Start an all-to-all of flat tensors; `sent[i]` elements go to rank i, `received[i]` come from it."""
+        """Start an all-to-all; `sent[i]` rows of `source` go to rank i, `received[i]` of `output` come from it.
+
+        What a device keeps for itself does not count as sent.
+        """
         if self._backend is None:
             return None
         sizes = list(received), list(sent)
-        return self._launch("all_to_all", source, lambda backend: backend.alltoall_base(output, source, *sizes))
+        num_bytes = (sum(sent) - sent[self.rank]) * prod(source.shape[1:]) * source.element_size()
+        return self._launch("all_to_all", num_bytes, lambda backend: backend.alltoall_base(output, source, *sizes))
 
-    def _launch(self, operation: str, payload: torch.Tensor, call: Callable[[Any], Any]) -> Any:
+    def _launch(self, operation: str, num_bytes: int, call: Callable[[Any], Any]) -> Any:
         self._network.interrupt.check(self.generation)
-        self._record(operation, payload)
+        if self._network.recorder is not None:
+            self._network.recorder(operation, num_bytes, self.size)
         launched = self._network.launched
-        ended = launched(self.name, operation, payload.nbytes) if launched else None
+        ended = launched(self.name, operation, num_bytes) if launched else None
         # The handle keeps the payload alive, whatever streams it is used on, until it is waited for.
         with failing(f"a collective on '{self.name}' could not be started"):
             work = call(self._backend)
@@ -202,10 +208,6 @@ class Group:
             if work is not None:
                 with failing(f"a collective on '{self.name}' failed"):
                     work.wait()
-
-    def _record(self, operation: str, payload: torch.Tensor) -> None:
-        if self._network.recorder is not None:
-            self._network.recorder(operation, payload.numel() * payload.element_size(), self.size)
 
     def close(self) -> None:
         """Drop the backend; its sockets and threads go with it."""

@@ -7,6 +7,8 @@ f and g are the conjugate operators of Megatron-LM (arXiv 1909.08053, section 3)
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +20,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from runflat.parallel.comms import Group
+from runflat.parallel.tokens import gather_tokens, scatter_tokens, spread
 from runflat.plan.units import Range
 
 INDEXED = {"eager": "runflat_indexed_eager", "sdpa": "runflat_indexed_sdpa"}
@@ -26,9 +29,33 @@ INDEXED = {"eager": "runflat_indexed_eager", "sdpa": "runflat_indexed_sdpa"}
 
 @dataclass
 class TensorParallel:
-    """The TP group that a model's layers use: one cell shared by all, so that a generation can change it."""
+    """The TP group that a model's layers use: one cell shared by all, so that a generation can change it.
+
+    With `sequence_parallel` hidden states are whole inside the split layers only. `batch_shape` is then [B, T] of the
+    micro-batch that is computed.
+    """
 
     group: Group
+    sequence_parallel: bool = False
+    batch_shape: tuple[int, int] = (0, 0)
+
+    @property
+    def splits_tokens(self) -> bool:
+        """Whether a device has only a part of the tokens between the split layers."""
+        return self.sequence_parallel and self.group.size > 1
+
+    def keep(self) -> AbstractContextManager[None]:
+        """A context in which the micro-batch of now is that which is computed, whatever has come since."""
+        return _computing(self, self.batch_shape)
+
+
+@contextmanager
+def _computing(tp: TensorParallel, batch_shape: tuple[int, int]) -> Iterator[None]:
+    before, tp.batch_shape = tp.batch_shape, batch_shape
+    try:
+        yield
+    finally:
+        tp.batch_shape = before
 
 
 class _ToTensorParallel(torch.autograd.Function):
@@ -77,6 +104,20 @@ def from_tensor_parallel(partial: torch.Tensor, group: Group) -> torch.Tensor:
     return result
 
 
+def enter_split(hidden: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
+    """`hidden` between the split layers as the input of one that is split by columns: all tokens."""
+    if tp.splits_tokens:
+        return gather_tokens(hidden, tp.batch_shape, tp.group)
+    return to_tensor_parallel(hidden, tp.group)
+
+
+def leave_split(partial: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
+    """The sum of `partial`, the output of a row-split layer, as it is between the split layers."""
+    if tp.splits_tokens:
+        return scatter_tokens(partial, tp.group)
+    return from_tensor_parallel(partial, tp.group)
+
+
 class RowLinear(nn.Module):
     """A linear layer split by input columns: partial products are summed over the group, then the bias is added."""
 
@@ -90,8 +131,8 @@ class RowLinear(nn.Module):
         self._tp = tp
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[..., local in] -> [..., out], equal on all devices of the group."""
-        total = from_tensor_parallel(F.linear(hidden, self.weight), self._tp.group)
+        """[B, T, local in] -> [B, T, out], equal on all devices of the group (or [1, S, out], its tokens)."""
+        total = leave_split(F.linear(hidden, self.weight), self._tp)
         return total if self.bias is None else total + self.bias
 
 
@@ -124,13 +165,15 @@ def parallel_embedding(
     """Make `module`, whose weight is cut to the held rows, look up tokens of the whole vocabulary.
 
     Hooks around the module's own forward keep whatever a subclass does (a scale, say). Tokens held elsewhere give zeros
-    here; the sum over the group is the embedding, in `dtype` (none: that of the weight).
+    here; the sum over the group is the embedding, in `dtype` (none: that of the weight). With sequence parallelism each
+    device has that of its own tokens, and zeros elsewhere: a model takes positions and masks from its shape.
     """
     padding = module.padding_idx
     masks: list[torch.Tensor] = []
 
     def before(_: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         rows, held = vocabulary.rows(args[0])
+        tp.batch_shape = (rows.shape[0], rows.shape[1])
         masks.append(held)
         # The padding row's gradient is dropped by torch's own lookup, where that row is held.
         row = -1 if padding is None else int(vocabulary.row_of_token[padding])
@@ -139,7 +182,8 @@ def parallel_embedding(
 
     def after(_: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
         partial = output * masks.pop().unsqueeze(-1).to(output.dtype)
-        return from_tensor_parallel(partial.to(dtype or output.dtype), tp.group)
+        total = leave_split(partial.to(dtype or output.dtype), tp)
+        return spread(total, tp.batch_shape, tp.group) if tp.splits_tokens else total
 
     module.register_forward_pre_hook(before)
     module.register_forward_hook(after)

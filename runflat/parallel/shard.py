@@ -21,11 +21,12 @@ from runflat.parallel.layers import (
     RowLinear,
     TensorParallel,
     VocabularyRows,
+    enter_split,
     parallel_embedding,
     register_indexed_attention,
-    to_tensor_parallel,
 )
 from runflat.parallel.loss import VocabParallelLoss
+from runflat.parallel.tokens import own_tokens
 from runflat.parallel.tp_plan import MODULE_RULES, ModuleRule, ShardingRules
 from runflat.plan.units import ParamSpec, Range, param_ranges
 
@@ -158,7 +159,7 @@ class ShardedModel:
         register_indexed_attention()
         self.model = model
         self.rules = rules
-        self.tp = TensorParallel(group)
+        self.tp = TensorParallel(group, rules.first_layer is not None)
         self._dtype = compute_dtype or dtype
         self._config = model.config
         self._attention = str(model.config._attn_implementation)
@@ -218,8 +219,10 @@ class ShardedModel:
 
     def _hook(self) -> None:
         for block in self.rules.blocks:
-            _hook_input(self.model.get_submodule(block.path), self.tp)
-        _hook_input(self.model.get_submodule(self.rules.lm_head), self.tp)
+            _hook_input(self.model.get_submodule(block.path), self.tp, enter_split)
+        _hook_input(self.model.get_submodule(self.rules.lm_head), self.tp, enter_split)
+        if self.rules.first_layer is not None:
+            _hook_input(self.model.get_submodule(self.rules.first_layer), self.tp, _deal_out)
         embedding = self.model.get_submodule(self.rules.embedding)
         assert isinstance(embedding, nn.Embedding)
         parallel_embedding(embedding, self._vocabulary, self.tp, self._dtype)
@@ -269,12 +272,18 @@ def _build_buffers(model: PreTrainedModel, device: torch.device) -> None:
             model._init_weights(module)
 
 
-def _hook_input(module: nn.Module, tp: TensorParallel) -> None:
-    """Put f on the hidden states that enter `module`: once per block, however many column layers read them."""
+def _deal_out(hidden: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
+    return own_tokens(hidden, tp.group) if tp.splits_tokens else hidden
+
+
+def _hook_input(
+    module: nn.Module, tp: TensorParallel, change: Callable[[torch.Tensor, TensorParallel], torch.Tensor]
+) -> None:
+    """Put `change` on the hidden states that enter `module`: once per block, however many column layers read them."""
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if args:
-            return (to_tensor_parallel(args[0], tp.group), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": to_tensor_parallel(kwargs["hidden_states"], tp.group)}
+            return (change(args[0], tp), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"], tp)}
 
     module.register_forward_pre_hook(before, with_kwargs=True)

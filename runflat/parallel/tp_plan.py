@@ -88,21 +88,30 @@ class Block:
 
 @dataclass(frozen=True)
 class ShardingRules:
-    """Everything that `shard.py` needs to cut and hook the model, and the spec that planning works on."""
+    """Everything that `shard.py` needs to cut and hook the model, and the spec that planning works on.
+
+    `first_layer` is where tokens are dealt out to the devices of a replica; None: all of them have all tokens.
+    """
 
     spec: ModelSpec
     blocks: tuple[Block, ...]
     embedding: str
     lm_head: str
+    first_layer: str | None = None
 
 
-def read_rules(model: PreTrainedModel, tp_full: int, ffn_block: int | None = None) -> ShardingRules:
+def read_rules(
+    model: PreTrainedModel, tp_full: int, ffn_block: int | None = None, sequence_parallel: bool = False
+) -> ShardingRules:
     """How `model` (on any device, also meta) is cut for full degree `tp_full`.
+
+    With `sequence_parallel` each device of a replica has a part of the tokens between the split layers, so that its
+    gradient of a parameter there is an addend.
 
     Raises:
         ModelError: the model cannot be sharded; the message names the module and the reason.
     """
-    reader = _Reader(model, tp_full, ffn_block)
+    reader = _Reader(model, tp_full, ffn_block, sequence_parallel)
     return reader.read()
 
 
@@ -127,8 +136,9 @@ def config_heads(config: Any) -> tuple[int, int, int]:
 class _Reader:
     """One pass over a model; collects parameters' specs and refuses what it does not understand."""
 
-    def __init__(self, model: PreTrainedModel, tp_full: int, ffn_block: int | None):
+    def __init__(self, model: PreTrainedModel, tp_full: int, ffn_block: int | None, sequence_parallel: bool):
         self.model = model
+        self.sequence_parallel = sequence_parallel
         self.tp_full = tp_full
         self.ffn_block = ffn_block
         self.config: Any = model.config
@@ -148,7 +158,8 @@ class _Reader:
             )
         embedding, lm_head = self._vocabulary()
         self._partial_norms(blocks)
-        return ShardingRules(self._spec(blocks), blocks, embedding, lm_head)
+        first = self._first_layer(blocks) if self.sequence_parallel else None
+        return ShardingRules(self._spec(blocks), blocks, embedding, lm_head, first)
 
     @property
     def _name(self) -> str:
@@ -279,6 +290,15 @@ class _Reader:
                     )
                 self.partial.add(full)
 
+    def _first_layer(self, blocks: tuple[Block, ...]) -> str:
+        found = re.match(r"(.*?\.\d+)\.", blocks[0].path)
+        if found is None:
+            raise ModelError(
+                f"{self._name}: module {blocks[0].path} is in no list of layers, so there is no place where tokens "
+                "could be dealt out: train without sequence parallelism."
+            )
+        return found.group(1)
+
     def _spec(self, blocks: tuple[Block, ...]) -> ModelSpec:
         multiplied = {f"{block.path}.{name}.weight" for block in blocks for name in (*block.columns, *block.rows)}
         shared = {id(p): name for name, p in self.model.named_parameters()}
@@ -291,7 +311,8 @@ class _Reader:
                 raise ModelError(
                     f"{self._name}: {name} of shape {tuple(param.shape)} is in no plan: a matrix cannot be replicated."
                 )
-            rule = "sharded" if dim is not None else "partial" if name in self.partial else "equal"
+            partial = self.sequence_parallel or name in self.partial
+            rule = "sharded" if dim is not None else "partial" if partial else "equal"
             params.append(
                 ParamSpec(
                     name=name,

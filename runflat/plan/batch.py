@@ -80,6 +80,10 @@ def _fill(num_sequences: int, seconds_per_sequence: Sequence[float], limits: Seq
 
 def micro_batches(num_sequences: int, micro_batch: int) -> tuple[int, ...]:
     """Sizes of a replica's micro-batches: as even as possible, none above `micro_batch` sequences."""
-    count = -(-num_sequences // micro_batch)
-    size, larger = divmod(num_sequences, count)
-    return tuple(size + (index < larger) for index in range(count))
+    return even_shares(num_sequences, -(-num_sequences // micro_batch))
+
+
+def even_shares(total: int, num_shares: int) -> tuple[int, ...]:
+    """`total` in shares that differ by at most one, the larger ones first; some are 0 where it is below `num_shares`."""
+    size, larger = divmod(total, num_shares)
+    return tuple(size + (index < larger) for index in range(num_shares))

@@ -163,7 +163,7 @@ def add_row_bias_everywhere(patch: Patch) -> None:
 
 def keep_input_gradient_partial(patch: Patch) -> None:
     """The gradient of a block's input is not summed over the devices of the replica."""
-    patch.setattr(shard, "to_tensor_parallel", lambda hidden, group: hidden)
+    patch.setattr(layers, "to_tensor_parallel", lambda hidden, group: hidden)
 
 
 def let_all_contribute(patch: Patch) -> None:
