@@ -198,6 +198,8 @@ class TrainSection(Section):
     """Type of weights, gradients and optimizer state; bfloat16: that of computation, all else is float32."""
     activation_checkpointing: bool = False
     """Keep only the inputs of layers for backward, and compute the layers again there: less memory, more work."""
+    sequence_parallel: bool = False
+    """Between the split layers each device of a replica has a part of the tokens: less memory, the same bytes sent."""
     lr: float = Field(default=3e-3, gt=0)
     """Peak learning rate."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"

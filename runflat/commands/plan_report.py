@@ -50,6 +50,8 @@ class PlanArgs:
     """Type of weights, gradients and optimizer state; bfloat16: that of computation, all else is float32."""
     activation_checkpointing: bool = False
     """Keep only the inputs of layers for backward, and compute the layers again there."""
+    sequence_parallel: bool = False
+    """Between the split layers each device of a replica has a part of the tokens."""
     json: bool = False
     """Print one JSON object instead of tables."""
 
@@ -122,7 +124,8 @@ def report(args: PlanArgs, spec: ModelSpec, seq_len: int, live: Mapping[Place, s
     element_bytes = ELEMENT_BYTES[args.dtype]
     bucket_bytes = max(1, int(args.bucket_mb * 2**20))
     layout = sync_layout(spec, plan, bucket_bytes, element_bytes)
-    how = (args.micro_batch, element_bytes, COMPUTE_BYTES[args.dtype], args.activation_checkpointing)
+    compute_bytes, recompute = COMPUTE_BYTES[args.dtype], args.activation_checkpointing
+    how = (args.micro_batch, element_bytes, compute_bytes, recompute, args.sequence_parallel)
     devices = []
     for replica in plan.replicas:
         for slot, flops in loads(spec, replica, seq_len).items():
@@ -179,6 +182,8 @@ def as_json(found: Report) -> dict[str, Any]:
             "micro_batch": args.micro_batch,
             "bucket_mb": args.bucket_mb,
             "dtype": args.dtype,
+            "activation_checkpointing": args.activation_checkpointing,
+            "sequence_parallel": args.sequence_parallel,
         },
         "plan": json.loads(plan.to_json()),
         "replicas": _replicas_json(found),

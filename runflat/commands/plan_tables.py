@@ -225,7 +225,9 @@ def _memory_table(found: Report) -> Table:
         return tuple(map(_gib, (*parts, memory.total_bytes)))
 
     devices = sorted(found.devices, key=lambda device: -device.memory.total_bytes)
-    table.caption = f"activations: estimate for a micro-batch of {found.args.micro_batch}, nothing recomputed"
+    what = "layers recomputed" if found.args.activation_checkpointing else "nothing recomputed"
+    tokens = ", tokens split between the layers" if found.args.sequence_parallel else ""
+    table.caption = f"activations: estimate for a micro-batch of {found.args.micro_batch}, {what}{tokens}"
     return _fill(table, devices, cells)
 
 

@@ -81,7 +81,7 @@ def prepare(
     hf_config = section_config(config.model)
     attention = None if config.model.attention == "auto" else config.model.attention
     model = build_meta_model(hf_config, DTYPES[config.train.dtype], attention)
-    spec = read_rules(model, config.layout.tp).spec
+    spec = read_rules(model, config.layout.tp, sequence_parallel=config.train.sequence_parallel).spec
     if config.resume:
         publish_leftovers(config.resume, spec, warn)
     checkpoint = newest_checkpoint(config.resume, warn) if config.resume else None
@@ -205,6 +205,7 @@ def _device_model(device: DeviceSection, train: TrainSection) -> DeviceModel:
         speed=curve_named(device.curve).ratio(device.power, 1.0),
         compute_bytes=2 if train.dtype == "bfloat16" else 4,
         recompute=train.activation_checkpointing,
+        sequence_parallel=train.sequence_parallel,
     )
 
 

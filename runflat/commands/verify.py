@@ -48,6 +48,8 @@ class VerifyArgs:
     """How the planned side sums gradients: direct, or reshard."""
     optimizer: OptimizerMode = "replicated"
     """Who keeps the optimizer's state on the planned side: all holders of a unit, or (zero1) its owner and mirror."""
+    sequence_parallel: bool = False
+    """On the planned side each device of a replica has a part of the tokens between the split layers."""
     full: bool = False
     """Take the model's own sizes instead of a small model of the same architecture (needs memory for all devices)."""
     seed: int = 0
@@ -107,12 +109,14 @@ def _case(args: VerifyArgs) -> Case:
         seed=args.seed,
         sync=args.sync,
         optimizer=args.optimizer,
+        sequence_parallel=args.sequence_parallel,
     )
 
 
 def _layout(args: VerifyArgs, case: Case) -> str:
     hurt = f"dead {', '.join(args.dead)}" if args.dead else "no dead slot"
     how = (", resharded" if case.sync == "reshard" else "") + (", zero1" if case.optimizer == "zero1" else "")
+    how += ", sequence parallel" if case.sequence_parallel else ""
     return f"{case.num_replicas} replica{'s' if case.num_replicas > 1 else ''} at TP {case.tp}, {hurt}{how}"
 
 
@@ -198,6 +202,7 @@ def _as_json(args: VerifyArgs, case: Case, lifted: Errors, as_is: Errors, tolera
         "seed": case.seed,
         "sync": case.sync,
         "optimizer": case.optimizer,
+        "sequence_parallel": case.sequence_parallel,
         "steps": case.num_steps,
         "tolerance": tolerance,
         "passed": lifted.largest <= tolerance,

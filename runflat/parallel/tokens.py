@@ -48,7 +48,7 @@ class _Scatter(torch.autograd.Function):
 def _all_gather(own: torch.Tensor, shares: tuple[int, ...], group: Group) -> torch.Tensor:
     """[S, H] of all devices in rank order: [N, H]."""
     whole = own.new_empty((sum(shares), own.shape[1]))
-    copies = own.expand(group.size, *own.shape).reshape(-1, own.shape[1])
+    copies = own.repeat(group.size, 1)
     group.wait([group.launch_all_to_all(whole, copies, shares, [own.shape[0]] * group.size)])
     return whole
 
@@ -62,7 +62,7 @@ def _reduce_scatter(partial: torch.Tensor, shares: tuple[int, ...], group: Group
 
 
 def gather_tokens(own: torch.Tensor, batch_shape: tuple[int, int], group: Group) -> torch.Tensor:
-    """The hidden states of all tokens, [B, T, H], from each device's share [1, S, H]: what a column-split layer reads."""
+    """The hidden states of all tokens, [B, T, H], from all devices' shares [1, S, H]: for a column-split layer."""
     num_sequences, seq_len = batch_shape
     whole: torch.Tensor = _Gather.apply(own.flatten(0, 1), num_sequences * seq_len, group)
     return whole.view(num_sequences, seq_len, -1)

@@ -84,6 +84,6 @@ def micro_batches(num_sequences: int, micro_batch: int) -> tuple[int, ...]:
 
 
 def even_shares(total: int, num_shares: int) -> tuple[int, ...]:
-    """`total` in shares that differ by at most one, the larger ones first; some are 0 where it is below `num_shares`."""
+    """`total` in shares that differ by at most one, the larger ones first; they may be 0."""
     size, larger = divmod(total, num_shares)
     return tuple(size + (index < larger) for index in range(num_shares))

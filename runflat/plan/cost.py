@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from runflat.plan.batch import micro_batches
+from runflat.plan.batch import even_shares, micro_batches
 from runflat.plan.plan import Place, Plan, ReplicaPlan
 from runflat.plan.sync_groups import SyncLayout
 from runflat.plan.units import ModelSpec
@@ -75,6 +75,7 @@ def device_memory(
     bytes_per_element: int,
     compute_bytes: int | None = None,
     recompute: bool = False,
+    sequence_parallel: bool = False,
 ) -> Memory:
     """Bytes that the device at `slot` needs: parameters, gradients, two AdamW moments and activations.
 
@@ -84,18 +85,22 @@ def device_memory(
 
     Activations are estimated per layer as what backward keeps: eight hidden-sized tensors (norms, residuals, block
     inputs and outputs), the local query, key, value and output heads, two score matrices, four local FFN-sized
-    tensors; and three tensors of local logits.
+    tensors; and three tensors of local logits. With `sequence_parallel` the device has its own tokens of the hidden
+    sizes but two, the inputs of attention and MLP as gathered; the first of the inputs that `recompute` keeps is whole.
     """
     numel = held_numel(spec, replica, slot)
     held = replica.held(spec.kinds, slot)
     sizes = {kind.name: kind.size_of(held[kind.name]) for kind in spec.kinds}
     tokens = seq_len * micro_batch
     heads = len(held.get("head", ()))
-    per_token = 8 * spec.hidden_size + 2 * sizes.get("head", 0) + 2 * sizes.get("kv", sizes.get("head", 0))
-    per_token += 2 * heads * seq_len + 4 * sizes.get("ffn", 0)
-    kept = spec.hidden_size * spec.num_layers + per_token if recompute else per_token * spec.num_layers
+    own = even_shares(tokens, replica.tp)[replica.live_slots.index(slot)] if sequence_parallel else tokens
+    layer = (2 * tokens + 6 * own) * spec.hidden_size
+    layer += tokens * (2 * sizes.get("head", 0) + 2 * sizes.get("kv", sizes.get("head", 0)))
+    layer += tokens * (2 * heads * seq_len + 4 * sizes.get("ffn", 0))
+    inputs = (tokens + own * (spec.num_layers - 1)) * spec.hidden_size
+    kept = inputs + layer if recompute else layer * spec.num_layers
     width = compute_bytes or bytes_per_element
-    activations = tokens * (kept * width + 3 * sizes.get("vocab", 0) * bytes_per_element)
+    activations = kept * width + tokens * 3 * sizes.get("vocab", 0) * bytes_per_element
     params = numel * bytes_per_element
     copy = copied_numel(spec, replica, slot) * width if width != bytes_per_element else 0
     return Memory(params + copy, params, 2 * params, activations)
@@ -141,6 +146,7 @@ def device_traffic(
     bytes_per_element: int,
     compute_bytes: int | None = None,
     recompute: bool = False,
+    sequence_parallel: bool = False,
 ) -> Traffic:
     """Collectives that the device at `place` launches in one step, and the bytes that it sends.
 
@@ -149,17 +155,27 @@ def device_traffic(
     (sum of exponentials, target logit) per token. A group of one device launches nothing. Hidden states have
     `compute_bytes` per element (none: `bytes_per_element`). With `recompute` backward does the forward of each layer
     again, but for the sum that ends it, whose result nothing in it needs.
+
+    With `sequence_parallel` each all-reduce of hidden states is a reduce-scatter and, in the other direction, an
+    all-gather, both as all-to-alls of token shares; backward gathers again what `recompute` needs.
     """
     replica = plan.replica(place[0])
     world, tp = len(plan.places), replica.tp
     launches, tp_bytes = 0, 0.0
     if tp > 1:
+        width = spec.hidden_size * (compute_bytes or bytes_per_element)
         sums = (5 if recompute else 4) * spec.num_layers + 2
+        gathers = (6 if recompute else 4) * spec.num_layers + 2
         for size in micro_batches(replica.num_sequences, micro_batch):
-            hidden = size * seq_len * spec.hidden_size * sums
-            loss = size * (seq_len - 1) * 3
-            tp_bytes += all_reduce_bytes(hidden * (compute_bytes or bytes_per_element) + loss * bytes_per_element, tp)
-            launches += sums + 2
+            tokens = size * seq_len
+            tp_bytes += all_reduce_bytes(size * (seq_len - 1) * 3 * bytes_per_element, tp)
+            if sequence_parallel:
+                own = even_shares(tokens, tp)[replica.live_slots.index(place[1])]
+                tp_bytes += (sums * (tokens - own) + gathers * own * (tp - 1)) * width
+                launches += sums + gathers + 2
+            else:
+                tp_bytes += all_reduce_bytes(tokens * sums * width, tp)
+                launches += sums + 2
     sync_bytes, reshard_bytes = exchange_bytes(layout, place, bytes_per_element)
     launches += sum(total.num_buckets for total in layout.totals_of(place)) + bool(layout.exchange)
     launches += 2 * sum(replica == place[0] for _, replica in layout.resharded)

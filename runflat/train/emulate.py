@@ -36,7 +36,7 @@ class DeviceModel:
     """What is declared of each emulated device. Rates are per second; None bills nothing.
 
     `speed` is relative to nominal power; `compute_bytes` is the width of hidden states, and with `recompute` backward
-    computes layers again.
+    computes layers again. With `sequence_parallel` tokens are split between the split layers.
     """
 
     rate_flops: float
@@ -45,6 +45,7 @@ class DeviceModel:
     speed: float = 1.0
     compute_bytes: int = 4
     recompute: bool = False
+    sequence_parallel: bool = False
 
 
 def step_seconds(
@@ -54,7 +55,7 @@ def step_seconds(
     replica = plan.replica(place[0])
     flops = sequence_flops(spec, replica, place[1], seq_len) * replica.num_sequences
     compute_s = flops / (model.rate_flops * model.speed) * (RECOMPUTED if model.recompute else 1)
-    how = (micro_batch, 4, model.compute_bytes, model.recompute)
+    how = (micro_batch, 4, model.compute_bytes, model.recompute, model.sequence_parallel)
     traffic = device_traffic(spec, plan, layout, place, seq_len, *how)
     total_s, sync_s = compute_s, 0.0
     if model.domain_bytes:

@@ -67,7 +67,7 @@ class Engine:
         self._computed: Final | None = None
         self._phase = self.times.enter
         self._meta = build_meta_model(hf_config(job.hf_config), self._compute_dtype, job.attention)
-        self.rules: ShardingRules = read_rules(self._meta, job.tp_full)
+        self.rules: ShardingRules = read_rules(self._meta, job.tp_full, sequence_parallel=job.train.sequence_parallel)
         self.sharded: ShardedModel | None = None
         self.plan: Plan | None = None
         self.place: Place | None = None
@@ -97,8 +97,11 @@ class Engine:
             return None
         replica = plan.replica(place[0])
         size = min(replica.num_sequences, self.job.train.micro_batch)
-        how = (self.dtype.itemsize, self._compute_dtype.itemsize, self.job.train.activation_checkpointing)
-        need = device_memory(self.spec, replica, place[1], self.job.seq_len, size, *how).total_bytes
+        train = self.job.train
+        how = (self.dtype.itemsize, self._compute_dtype.itemsize, train.activation_checkpointing)
+        need = device_memory(
+            self.spec, replica, place[1], self.job.seq_len, size, *how, train.sequence_parallel
+        ).total_bytes
         return (need, limit) if need > limit else None
 
     def layout(self, plan: Plan) -> SyncLayout:
@@ -134,7 +137,7 @@ class Engine:
         if self.job.train.lift_casts:
             lift_forward(self.sharded.model)
         if self.job.train.activation_checkpointing:
-            recompute_layers(self.sharded.model, self.job.train.lift_casts)
+            recompute_layers(self.sharded.model, self.job.train.lift_casts, self.sharded.tp.keep)
 
     def warm_up(self) -> None:
         """Read one sequence, compute once on the first unit of each kind: a job's step must not pay for a first use."""

@@ -7,7 +7,7 @@ order would find something in any case, and prove nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -17,13 +17,16 @@ from transformers import AttentionInterface
 from runflat.check import verify as verify_module
 from runflat.check.small import proof_config, small_batch
 from runflat.check.verify import TOLERANCE, Case, Errors
-from runflat.parallel import buckets, grad_sync, layers, loss, shard
+from runflat.parallel import buckets, grad_sync, layers, loss, shard, tokens
+from runflat.parallel.comms import Group
+from runflat.parallel.tp_plan import ShardingRules
 from runflat.plan.units import ModelSpec, ParamSpec, Range, param_ranges
 
 Check = Callable[..., Errors]
 Patch = pytest.MonkeyPatch
 
 CASE = Case(tp=4, num_sequences=3, dead=((0, 1),), in_memory=True)
+SPLIT = replace(CASE, sequence_parallel=True)
 FAR = 1000 * TOLERANCE
 
 
@@ -171,6 +174,34 @@ def let_all_contribute(patch: Patch) -> None:
     patch.setattr(grad_sync.GradSync, "_mute_equal", lambda self: None)
 
 
+def count_one_slot(patch: Patch) -> None:
+    """Where tokens are split, a norm's gradient is taken from one device of a replica, as if it were the whole one."""
+    real = verify_module.read_rules
+
+    def mutated(*args: Any, **kwargs: Any) -> ShardingRules:
+        rules = real(*args, **kwargs)
+        params = tuple(replace(param, rule="equal") if param.dim is None else param for param in rules.spec.params)
+        return replace(rules, spec=replace(rules.spec, params=params))
+
+    patch.setattr(verify_module, "read_rules", mutated)
+
+
+def take_up_one_further(patch: Patch) -> None:
+    """A device takes up the tokens that begin one after its own."""
+    real = tokens.own_tokens
+    patch.setattr(shard, "own_tokens", lambda whole, group: real(whole.roll(-1, dims=1), group))
+
+
+def gather_one_further(patch: Patch) -> None:
+    """Gathered tokens lie one place after their own."""
+    real = tokens._all_gather
+
+    def mutated(own: torch.Tensor, shares: tuple[int, ...], group: Group) -> torch.Tensor:
+        return real(own, shares, group).roll(1, dims=0)
+
+    patch.setattr(tokens, "_all_gather", mutated)
+
+
 @dataclass(frozen=True)
 class Mutation:
     """A mistake, the model that has what it breaks, and the number that must be wrong."""
@@ -179,6 +210,7 @@ class Mutation:
     shows_in: Callable[[Errors], float]
     model: str = "llama-gqa4"
     changes: tuple[tuple[str, Any], ...] = ()
+    case: Case = CASE
 
 
 def in_loss(errors: Errors) -> float:
@@ -204,6 +236,9 @@ MUTATIONS = {
     "row bias added by every device": Mutation(add_row_bias_everywhere, in_loss, changes=(("mlp_bias", True),)),
     "input gradient not summed": Mutation(keep_input_gradient_partial, in_grads("input_layernorm.weight")),
     "equal gradients summed": Mutation(let_all_contribute, in_grads("norm.weight")),
+    "norm counted from one slot": Mutation(count_one_slot, in_grads("input_layernorm.weight"), case=SPLIT),
+    "tokens taken up one further": Mutation(take_up_one_further, in_loss, case=SPLIT),
+    "tokens gathered one further": Mutation(gather_one_further, in_loss, case=SPLIT),
 }
 
 
@@ -212,11 +247,12 @@ def test_mutation_is_caught(name: str, check: Check, monkeypatch: Patch) -> None
     """Catches a proof that would pass whatever the code did."""
     mutation = MUTATIONS[name]
     mutation.inject(monkeypatch)
-    assert mutation.shows_in(check(mutation.model, CASE, **dict(mutation.changes))) > FAR
+    assert mutation.shows_in(check(mutation.model, mutation.case, **dict(mutation.changes))) > FAR
 
 
 @pytest.mark.parametrize("model", sorted({mutation.model for mutation in MUTATIONS.values()}))
 def test_unmutated_code_passes(model: str, check: Check) -> None:
     """Catches a case that fails without any mutation, which would make the test above worthless."""
     assert check(model, CASE).largest < TOLERANCE
+    assert check(model, SPLIT).largest < TOLERANCE
     assert check(model, CASE, tie_word_embeddings=True).largest < TOLERANCE

@@ -14,6 +14,7 @@ import pytest
 from runflat.check import verify as verify_module
 from runflat.check.verify import Errors
 from runflat.cli import run
+from runflat.parallel import tokens
 
 LLAMA = ["verify", "--model", "llama", "--tp", "2", "--dead", "1:0"]
 
@@ -41,9 +42,22 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert found["passed"]
     assert (found["tp"], found["replicas"], found["dead"], found["seed"]) == (2, 3, ["1:0"], 7)
-    assert found["sync"] == "reshard"
+    assert (found["sync"], found["sequence_parallel"]) == ("reshard", False)
     assert found["casts_lifted"]["largest"] < found["tolerance"] < found["as_is"]["largest"]
     assert found["casts_lifted"]["grads"].keys() == found["as_is"]["second_moments"].keys()
+
+
+def test_sequence_parallel(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a flag that is parsed and forgotten: tokens must be gathered, and the output must say so."""
+    gathered = []
+    real = tokens._all_gather
+    monkeypatch.setattr(tokens, "_all_gather", lambda *args: (gathered.append(args), real(*args))[1])
+    assert run([*LLAMA, "--sequence-parallel", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["sequence_parallel"]
+    assert gathered
+    monkeypatch.setattr(verify_module, "verify", lambda *_: errors(1e-15))
+    assert run([*LLAMA, "--sequence-parallel"]) == 0
+    assert capsys.readouterr().out.strip().endswith("dead 1:0, sequence parallel)")
 
 
 @pytest.mark.parametrize("value", [1.1e-9, math.inf])

@@ -149,6 +149,8 @@ def test_flags_reach_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         "micro_batch": 3,
         "bucket_mb": 0.01,
         "dtype": "float64",
+        "activation_checkpointing": False,
+        "sequence_parallel": False,
     }
     coarse = planned(capsys, "--model", str(tmp_path), "--tp", "2", "--replicas", "2", "--sequences", "11")
     first, other = found["devices"][0], coarse["devices"][0]

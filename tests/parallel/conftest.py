@@ -49,6 +49,7 @@ class Job:
     bucket_bytes: int = BUCKET_BYTES
     in_memory: bool = True
     sync: Sync = "direct"
+    sequence_parallel: bool = False
 
 
 @dataclass
@@ -77,7 +78,7 @@ def run_job(job: Job, around: Around | None = None, timelines: Mapping[Place, Ti
     """Returns the job's end; `around(model, steps)` may run the steps in its own way on each device."""
     torch.set_num_threads(1)
     meta = build_meta_model(copy.deepcopy(job.config), job.compute_dtype or job.dtype, "eager")
-    rules = read_rules(meta, job.tp)
+    rules = read_rules(meta, job.tp, sequence_parallel=job.sequence_parallel)
     devices = live_devices(job.tp, job.num_replicas, job.dead)
     plan = build_plan(rules.spec, devices, job.tp, job.num_sequences, job.seq_len)
     layout = sync_layout(rules.spec, plan, job.bucket_bytes, job.dtype.itemsize, job.sync)
@@ -95,7 +96,7 @@ def run_job(job: Job, around: Around | None = None, timelines: Mapping[Place, Ti
         params = sharded.params
         model.train()
         if job.recompute:
-            recompute_layers(model)
+            recompute_layers(model, keep=sharded.tp.keep)
         optimizer, reports = build_optimizer(rules.spec, params, settings), place[1] == replica.live_slots[0]
         sync = GradSync(rules.spec, plan, layout, place, comms, params, sharded.sources)
         trainer = Trainer(model, params, sync, comms, optimizer, settings, reports, refresh=sharded.refresh)

@@ -18,7 +18,8 @@ STEPS = 2
 
 def sent_bytes(collectives: list[tuple[str, int, int]]) -> float:
     """Returns bytes sent: payload times the textbook factor of each collective."""
-    factors = {"all_reduce": lambda n: 2 * (n - 1) / n, "all_to_all": lambda n: 1}  # to itself a device sends nothing
+    # The payload of an all-to-all has not what a device keeps for itself.
+    factors = {"all_reduce": lambda n: 2 * (n - 1) / n, "all_to_all": lambda n: 1}
     return sum(factors[name](n) * payload for name, payload, n in collectives)
 
 
@@ -64,6 +65,36 @@ def test_traffic_of_precisions(jobs: Any, compute: torch.dtype, recompute: bool)
         assert len(state.collectives) == STEPS * said.num_collectives, place
         assert sent_bytes(state.collectives) == pytest.approx(STEPS * said.total_bytes, rel=1e-12), place
         assert all(tensor.dtype == torch.float32 for kept in state.tensors.values() for tensor in kept.values())
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"sync": "reshard", "seq_len": 5, "micro_batch": 3},
+        {"recompute": True, "compute_dtype": torch.bfloat16},
+        {"seq_len": 2, "micro_batch": 1, "num_sequences": 3},
+    ],
+    ids=["even", "uneven shares", "recomputed in bf16", "some have no token"],
+)
+def test_traffic_of_split_tokens(jobs: Any, how: dict[str, Any]) -> None:
+    """Catches a gather or a reduce-scatter that the plan does not count, or that sends what nobody needs."""
+    job, run = jobs
+    dead = ((0, 2), (1, 0), (1, 1), (1, 3))
+    config = proof_config("llama-gqa4")
+    split, whole = (run(job(config, num_steps=STEPS, dead=dead, sequence_parallel=on, **how)) for on in (True, False))
+    width = (how.get("compute_dtype") or torch.float32).itemsize
+    recompute = how.get("recompute", False)
+    hidden = {place: 0.0 for place in split.plan.places}
+    for place, state in split.ranks.items():
+        task = (job(config, **how).seq_len, job(config, **how).micro_batch, 4, width, recompute)
+        said = device_traffic(split.rules.spec, split.plan, split.layout, place, *task, sequence_parallel=True)
+        assert len(state.collectives) == STEPS * said.num_collectives, place
+        assert sent_bytes(state.collectives) == pytest.approx(STEPS * said.total_bytes, rel=1e-12), place
+        hidden[place] = sent_bytes(state.collectives) - sent_bytes(whole.ranks[place].collectives)
+    if not recompute:
+        # A ring all-reduce is a reduce-scatter and an all-gather: all devices together send the same.
+        assert sum(hidden.values()) == pytest.approx(0, abs=1e-6)
 
 
 @pytest.mark.parametrize(("tp", "wanted"), [(8, 0.80), (4, 0.65)])

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runflat.errors import PlanError
-from runflat.plan.batch import micro_batches, split_batch
+from runflat.plan.batch import even_shares, micro_batches, split_batch
 
 
 @given(st.integers(1, 8), st.lists(st.integers(1, 20), min_size=1, max_size=4))
@@ -47,3 +47,12 @@ def test_micro_batches(num_sequences: int, micro_batch: int) -> None:
     assert max(sizes) <= micro_batch
     assert max(sizes) - min(sizes) <= 1
     assert len(sizes) == -(-num_sequences // micro_batch)
+
+
+@given(st.integers(0, 100), st.integers(1, 20))
+def test_even_shares(total: int, num_shares: int) -> None:
+    """Catches a token that no or two devices have, and shares that differ by more than one."""
+    shares = even_shares(total, num_shares)
+    assert (len(shares), sum(shares)) == (num_shares, total)
+    assert max(shares) - min(shares) <= 1
+    assert list(shares) == sorted(shares, reverse=True)

@@ -70,6 +70,18 @@ def test_memory(make_spec: MakeSpec, make_plan: MakePlan) -> None:
     assert deeper.activations_bytes > 1.5 * one.activations_bytes
 
 
+def test_memory_of_split_tokens(make_spec: MakeSpec, make_plan: MakePlan) -> None:
+    """Catches shares of tokens that do not add up, and hidden sizes that stay whole beside the two gathered inputs."""
+    spec, own = make_spec(), []
+    replica = make_plan(spec, 4, 1, [(0, 0)]).replica(0)
+    for slot in replica.live_slots:
+        whole, split = (device_memory(spec, replica, slot, SEQ_LEN, 1, 4, sequence_parallel=on) for on in (False, True))
+        saved = whole.activations_bytes - split.activations_bytes
+        own.append(SEQ_LEN - saved // (6 * spec.num_layers * spec.hidden_size * 4))
+        assert (whole.params_bytes, whole.moments_bytes) == (split.params_bytes, split.moments_bytes)
+    assert own == [3, 3, 2]
+
+
 def test_healthy_traffic_is_the_textbook(make_spec: MakeSpec, make_plan: MakePlan) -> None:
     """Catches one collective or one byte more than a plain TP x DP job, where nobody is dead."""
     spec = make_spec(kv_heads=4, ffn=64, vocab=64)
