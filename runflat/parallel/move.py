@@ -11,25 +11,20 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from runflat.parallel.comms import Comms, CommsError
-from runflat.parallel.digest import checksum
+from runflat.parallel.comms import Comms
+from runflat.parallel.post import LIMIT_BYTES, exchange, num_words, seal, unseal
 from runflat.plan.plan import Plan
 from runflat.plan.transfers import Transfer
 from runflat.plan.units import REPLICATED, ModelSpec, ParamSpec
 
 TENSORS = ("weight", "exp_avg", "exp_avg_sq")
 """What a device keeps per parameter: the weight and AdamW's two moments."""
-
-LIMIT_BYTES = 64 << 20
-"""Most that one device sends or receives in one collective; what is larger goes in rounds."""
-
-_TRAILER_WORDS = 2  # optimizer step, checksum
 
 Held = Mapping[str, Sequence[int]]
 """Units per kind, ascending."""
@@ -144,27 +139,40 @@ def relayout(
     What is received takes the place of what was held. A parameter of which nothing changes is returned as it is, any
     other is a new tensor: the old shard stays whole.
     """
-    incoming: dict[tuple[str, int], list[tuple[Slab, torch.Tensor]]] = {}
+    incoming: dict[str, dict[Slab, torch.Tensor]] = {}
     for slab, tensor in received.items():
-        incoming.setdefault((slab.param, slab.segment), []).append((slab, tensor))
-    changed = {slab.param for slab in received}
-    shard: dict[str, torch.Tensor] = {}
-    for param in spec.params:
-        same = all(tuple(old_held[s.kind]) == tuple(new_held[s.kind]) for s in param.segments)
-        if same and param.name in tensors and param.name not in changed:
-            shard[param.name] = tensors[param.name]
-        elif param.dim is None:
-            shard[param.name] = received[Slab(param.name)].clone()
-        else:
-            runs = _Runs(param.dim)
-            for index, segment in enumerate(param.segments):
-                old = _own_units(spec, param, index, old_held, tensors)
-                for slab, tensor in incoming.get((param.name, index), ()):
-                    old.update(_rows(spec, param, index, range(slab.start, slab.stop), tensor, 0))
-                for unit in new_held[segment.kind]:
-                    runs.add(*old[unit])
-            shard[param.name] = runs.join()
-    return shard
+        incoming.setdefault(slab.param, {})[slab] = tensor
+    return {
+        param.name: relayout_param(
+            spec, param, old_held, new_held, tensors.get(param.name), incoming.get(param.name, {})
+        )
+        for param in spec.params
+    }
+
+
+def relayout_param(
+    spec: ModelSpec,
+    param: ParamSpec,
+    old_held: Held,
+    new_held: Held,
+    tensor: torch.Tensor | None,
+    received: Mapping[Slab, torch.Tensor],
+) -> torch.Tensor:
+    """What `relayout` makes of one parameter; `received` are slabs of it, `tensor` is None where nothing was held."""
+    same = all(tuple(old_held[s.kind]) == tuple(new_held[s.kind]) for s in param.segments)
+    if same and tensor is not None and not received:
+        return tensor
+    if param.dim is None:
+        return received[Slab(param.name)].clone()
+    runs = _Runs(param.dim)
+    for index, segment in enumerate(param.segments):
+        old = _own_units(spec, param, index, old_held, tensor)
+        for slab, part in received.items():
+            if slab.segment == index:
+                old.update(_rows(spec, param, index, range(slab.start, slab.stop), part, 0))
+        for unit in new_held[segment.kind]:
+            runs.add(*old[unit])
+    return runs.join()
 
 
 _Row = tuple[torch.Tensor, int, int]
@@ -185,12 +193,12 @@ def _rows(
 
 
 def _own_units(
-    spec: ModelSpec, param: ParamSpec, index: int, held: Held, tensors: Mapping[str, torch.Tensor]
+    spec: ModelSpec, param: ParamSpec, index: int, held: Held, tensor: torch.Tensor | None
 ) -> dict[int, _Row]:
-    if param.name not in tensors:
+    if tensor is None:
         return {}
     position = sum(spec.kind(s.kind).size_of(held[s.kind]) for s in param.segments[:index])
-    return _rows(spec, param, index, held[param.segments[index].kind], tensors[param.name], position)
+    return _rows(spec, param, index, held[param.segments[index].kind], tensor, position)
 
 
 class _Runs:
@@ -239,7 +247,7 @@ class Message:
 
     def num_words(self, itemsize: int) -> int:
         """Length in 64-bit words on the wire, step count and checksum included."""
-        return -(-self.num_bytes(itemsize) // 8) + _TRAILER_WORDS
+        return num_words(self.num_bytes(itemsize))
 
     def num_bytes(self, itemsize: int) -> int:
         """Bytes of state, without step count, checksum and padding."""
@@ -305,11 +313,13 @@ def execute_transfers(change: Change, state: ShardState, comms: Comms, limit_byt
         for m in listed
         if m.target == change.device
     }
-    _exchange(change, listed, outgoing, incoming, comms, limit_bytes)
+    lengths = {(m.source, m.target): m.num_words(itemsize) for m in listed}
+    out, into = {m.target: words for m, words in outgoing.items()}, {m.source: words for m, words in incoming.items()}
+    exchange(change.new.devices, lengths, out, into, change.torch_device, comms, limit_bytes)
     step = None if is_newcomer else state.optimizer_step
     received: dict[str, dict[Slab, torch.Tensor]] = {kind: {} for kind in TENSORS}
     for message, words in incoming.items():
-        step = _check(message, words, step)
+        step = unseal(message.source, message.target, words, step)
         _unpack(change, message, words, received)
     tensors = {kind: relayout(change.spec, old_held, new_held, state.tensors[kind], received[kind]) for kind in TENSORS}
     num_bytes = sum(message.num_bytes(itemsize) for message in incoming)
@@ -328,20 +338,8 @@ def _pack(change: Change, message: Message, held: Held, state: ShardState) -> to
             assert part.dtype == change.dtype, f"{slab} is {part.dtype}, not {change.dtype}"
             flat[position : position + part.numel()].view(part.shape).copy_(part)
             position += part.numel()
-    words[-2] = state.optimizer_step
-    words[-1] = checksum(words[:-1])
+    seal(words, state.optimizer_step)
     return words
-
-
-def _check(message: Message, words: torch.Tensor, step: int | None) -> int:
-    """The step count of a message that is whole and of the step that this device is at (None: not known yet)."""
-    way = f"the state that {message.source} sent to {message.target}"
-    if checksum(words[:-1]) != int(words[-1]):
-        raise CommsError(f"{way} came damaged: its checksum is not the one that was sent along.")
-    sent_step = int(words[-2])
-    if step is not None and sent_step != step:
-        raise CommsError(f"{way} is of optimizer step {sent_step}, not of {step} as the rest.")
-    return sent_step
 
 
 def _unpack(
@@ -356,30 +354,3 @@ def _unpack(
         for kind in TENSORS:
             received[kind][slab] = flat[position : position + numel].view(shape)
             position += numel
-
-
-def _exchange(
-    change: Change,
-    listed: Iterable[Message],
-    outgoing: Mapping[Message, torch.Tensor],
-    incoming: Mapping[Message, torch.Tensor],
-    comms: Comms,
-    limit_bytes: int,
-) -> None:
-    """Fill `incoming`, in as many all-to-all rounds as the largest message needs; all devices count them alike."""
-    lengths = {(m.source, m.target): m.num_words(change.dtype.itemsize) for m in listed}
-    ends = [end for pair in lengths for end in zip(("source", "target"), pair, strict=True)]
-    most_peers = max((ends.count(end) for end in set(ends)), default=1)
-    step = max(limit_bytes // 8 // most_peers, 1)
-    order = list(change.new.devices)
-    out = {message.target: words for message, words in outgoing.items()}
-    into = {message.source: words for message, words in incoming.items()}
-    nothing = torch.empty(0, dtype=torch.int64, device=change.torch_device)
-    for start in range(0, max(lengths.values(), default=0), step):
-        sent = [out.get(peer, nothing)[start : start + step] for peer in order]
-        slots = [into.get(peer, nothing)[start : start + step] for peer in order]
-        buffer = torch.empty(sum(map(len, slots)), dtype=torch.int64, device=change.torch_device)
-        work = comms.world.launch_all_to_all(buffer, torch.cat(sent), [*map(len, slots)], [*map(len, sent)])
-        comms.wait([work], "transfer of units")
-        for slot, part in zip(slots, torch.split(buffer, [*map(len, slots)]), strict=True):
-            slot.copy_(part)

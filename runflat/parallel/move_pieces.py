@@ -1,0 +1,176 @@
+"""Move state where weights and moments do not lie alike (`zero1`): one exchange over the world, piece by piece.
+
+A device stores the weights of all its units, and of each parameter the moments of its kept pieces only. Both lie in the
+order in which any shard lies: segment after segment, and inside of one by ascending units.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from runflat.parallel.comms import Comms
+from runflat.parallel.move import (
+    TENSORS,
+    Held,
+    Moved,
+    ShardState,
+    Slab,
+    params_by_name,
+    relayout_param,
+    slab_shape,
+    slab_view,
+)
+from runflat.parallel.post import LIMIT_BYTES, exchange, num_words, seal, unseal
+from runflat.plan.piece_moves import TENSORS_OF, ParamHeld, PieceMove, kinds_of
+from runflat.plan.units import REPLICATED, ModelSpec, ParamSpec
+
+Written = tuple[str, Slab]
+"""A tensor of `TENSORS` and the part of it that is meant."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where units lie in a device's tensors: weights as in any shard with the units `held`, moments as `kept`."""
+
+    held: Held
+    kept: ParamHeld
+
+    def of(self, tensor: str, param: ParamSpec) -> Held:
+        """The units, by kind, of one tensor of `param`."""
+        return self.held if tensor == "weight" else self.kept.get(param.name, {})
+
+    def has(self, tensor: str, param: ParamSpec) -> bool:
+        """Whether there is anything of one tensor of `param`."""
+        return tensor == "weight" or any(self.kept.get(param.name, {}).values())
+
+
+@dataclass(frozen=True)
+class PieceChange:
+    """One change of plan as `device` sees it: what moves, the same on all, and how its state lies before and after.
+
+    `devices` are those of the new plan by rank.
+    """
+
+    spec: ModelSpec
+    moves: tuple[PieceMove, ...]
+    devices: Sequence[str]
+    device: str
+    old: Layout
+    new: Layout
+    dtype: torch.dtype
+    torch_device: torch.device
+
+    @cached_property
+    def letters(self) -> Mapping[tuple[str, str], tuple[Written, ...]]:
+        """What each message carries, by (source, target)."""
+        params = params_by_name(self.spec)
+        found: dict[tuple[str, str], list[Written]] = {}
+        for move in self.moves:
+            slabs = piece_slabs(params[move.param], move.kind, move.start, move.stop)
+            parts = [(tensor, slab) for slab in slabs for tensor in TENSORS_OF[move.what]]
+            found.setdefault((move.source, move.target), []).extend(parts)
+        return {pair: tuple(parts) for pair, parts in sorted(found.items())}
+
+    def numel(self, parts: Sequence[Written]) -> int:
+        """Elements of a message."""
+        params = params_by_name(self.spec)
+        return sum(math.prod(slab_shape(self.spec, params[slab.param], slab)) for _, slab in parts)
+
+
+def piece_slabs(param: ParamSpec, kind: str, start: int, stop: int) -> tuple[Slab, ...]:
+    """The slabs of units start..stop-1 of `kind` in `param`: one per segment that has them."""
+    if kind == REPLICATED:
+        return (Slab(param.name),)
+    return tuple(
+        Slab(param.name, index, start, stop) for index, segment in enumerate(param.segments) if segment.kind == kind
+    )
+
+
+def execute_piece_moves(change: PieceChange, state: ShardState, comms: Comms, limit_bytes: int = LIMIT_BYTES) -> Moved:
+    """Exchange what `change` moves and lay the state out anew. Called by all devices of the new plan, on its groups.
+
+    `state` is untouched, so that a failure loses nothing. What is received takes the place of what was there.
+
+    Raises:
+        CommsError: a member was lost, or a message came damaged or from another step; the text names source and target.
+    """
+    lengths = {pair: num_words(change.numel(parts) * change.dtype.itemsize) for pair, parts in change.letters.items()}
+    out = {
+        target: _pack(change, parts, lengths[source, target], state)
+        for (source, target), parts in change.letters.items()
+        if source == change.device
+    }
+    into = {
+        source: torch.empty(lengths[source, target], dtype=torch.int64, device=change.torch_device)
+        for source, target in change.letters
+        if target == change.device
+    }
+    exchange(change.devices, lengths, out, into, change.torch_device, comms, limit_bytes)
+    step = state.optimizer_step if state.tensors["weight"] else None
+    received: dict[str, dict[str, dict[Slab, torch.Tensor]]] = {tensor: {} for tensor in TENSORS}
+    num_bytes = 0
+    for source, words in into.items():
+        step = unseal(source, change.device, words, step)
+        parts = change.letters[source, change.device]
+        num_bytes += change.numel(parts) * change.dtype.itemsize
+        _unpack(change, parts, words, received)
+    tensors = {tensor: relayout_pieces(change, tensor, state.tensors[tensor], received[tensor]) for tensor in TENSORS}
+    return Moved(ShardState(tensors, state.optimizer_step if step is None else step), num_bytes)
+
+
+def relayout_pieces(
+    change: PieceChange,
+    tensor: str,
+    tensors: Mapping[str, torch.Tensor],
+    received: Mapping[str, Mapping[Slab, torch.Tensor]],
+) -> dict[str, torch.Tensor]:
+    """One of `TENSORS` of each parameter in the new layout; parameters of which there is nothing are left out."""
+    return {
+        param.name: relayout_param(
+            change.spec,
+            param,
+            change.old.of(tensor, param) if param.name in tensors else {kind: () for kind in kinds_of(param)},
+            change.new.of(tensor, param),
+            tensors.get(param.name),
+            received.get(param.name, {}),
+        )
+        for param in change.spec.params
+        if change.new.has(tensor, param)
+    }
+
+
+def _pack(change: PieceChange, parts: Sequence[Written], length: int, state: ShardState) -> torch.Tensor:
+    """The message on the wire: its parts row-major, then step count and checksum; int64."""
+    params = params_by_name(change.spec)
+    words = torch.zeros(length, dtype=torch.int64, device=change.torch_device)
+    flat = words.view(change.dtype)
+    position = 0
+    for tensor, slab in parts:
+        param = params[slab.param]
+        part = slab_view(change.spec, param, slab, change.old.of(tensor, param), state.tensors[tensor][slab.param])
+        assert part.dtype == change.dtype, f"{slab} is {part.dtype}, not {change.dtype}"
+        flat[position : position + part.numel()].view(part.shape).copy_(part)
+        position += part.numel()
+    seal(words, state.optimizer_step)
+    return words
+
+
+def _unpack(
+    change: PieceChange,
+    parts: Sequence[Written],
+    words: torch.Tensor,
+    received: Mapping[str, dict[str, dict[Slab, torch.Tensor]]],
+) -> None:
+    params = params_by_name(change.spec)
+    flat = words.view(change.dtype)
+    position = 0
+    for tensor, slab in parts:
+        shape = slab_shape(change.spec, params[slab.param], slab)
+        numel = math.prod(shape)
+        received[tensor].setdefault(slab.param, {})[slab] = flat[position : position + numel].view(shape)
+        position += numel
