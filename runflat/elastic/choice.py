@@ -44,7 +44,7 @@ def _decide(state: State, fit: Collection[str]) -> Decision:
         state.decision,
         state.too_low,
         state.slow,
-        has_holders=nothing_done(state) or not state.planner.missing(holdings(state)),
+        has_holders=nothing_done(state) or not state.planner.missing(holdings(state), partial(state)),
         has_checkpoint=nothing_done(state) or has_checkpoint(state),
     )
 
@@ -58,6 +58,13 @@ def holdings(state: State) -> dict[str, Plan]:
     """By device that trains: the plan whose units it says that it holds."""
     known = {name: status.holds for name, status in state.statuses.items() if name in state.live()}
     return {name: state.plans[holds] for name, holds in known.items() if holds in state.plans}
+
+
+def partial(state: State) -> frozenset[str]:
+    """Where optimizer state is sharded: who has new weights of its own pieces only, or will when it rolls forward."""
+    return frozenset(
+        name for name, status in state.statuses.items() if not status.gathered or status.committed < state.committed
+    )
 
 
 def has_checkpoint(state: State) -> bool:

@@ -9,7 +9,7 @@ from runflat.elastic.actions import Took, Turn
 from runflat.elastic.choice import joiners
 from runflat.elastic.device import Standing
 from runflat.elastic.messages import Behind, Fed, Listening, LowMem, Prepared, Switched
-from runflat.elastic.orders import Exit, Feed, Move, Prepare, Receive, Switch, Unfeed, Unprepare
+from runflat.elastic.orders import Exit, Feed, Prepare, Receive, Switch, Unfeed, Unprepare
 from runflat.elastic.recovery import again, describe, send_stop
 from runflat.elastic.state import Growth, GrowthStage, Stage, State
 from runflat.plan.plan import Plan
@@ -66,8 +66,9 @@ def _change_to(state: State, fit: Collection[str], now: float) -> tuple[str | No
     members = set(plan.devices)
     gone = tuple(name for name in state.members() if name not in members)
     joining = joiners(state, decision)
-    stage = GrowthStage.LISTEN if joining else GrowthStage.PREPARE
-    return None, Growth(generation, plan, decision, stage, now, now, joining, gone, moves.transfers)
+    # Sharded optimizer state is not fed: all that a newcomer needs moves at the boundary.
+    stage = GrowthStage.LISTEN if joining and moves.origins is None else GrowthStage.PREPARE
+    return None, Growth(generation, plan, decision, stage, now, now, joining, gone, moves.transfers, moves.origins)
 
 
 def _open(turn: Turn, growth: Growth) -> None:
@@ -76,7 +77,7 @@ def _open(turn: Turn, growth: Growth) -> None:
     plan = growth.plan.to_wire()
     if growth.stage is GrowthStage.PREPARE:
         turn.send(growth.everyone, Prepare(generation=growth.generation, plan=plan))
-    for name in growth.joining:
+    for name in growth.joining if growth.stage is GrowthStage.LISTEN else ():
         secret = token(turn.state, growth.generation, name)
         turn.send((name,), Receive(generation=growth.generation, plan=plan, token=secret))
 
@@ -93,7 +94,8 @@ def _consider_shares(turn: Turn) -> None:
         return
     generation = state.generation + 1
     plan = state.planner.plan(decision, generation, state.plan)
-    _open(turn, Growth(generation, plan, decision, GrowthStage.PREPARE, turn.now, turn.now))
+    origins = state.planner.moves(_holdings(state), plan).origins
+    _open(turn, Growth(generation, plan, decision, GrowthStage.PREPARE, turn.now, turn.now, origins=origins))
 
 
 def _begin_leave(turn: Turn) -> None:
@@ -209,12 +211,13 @@ def on_prepared(turn: Turn, device: str, message: Prepared) -> None:
         turn.set(plans={**turn.state.plans, growth.generation: growth.plan})
         for name in growth.joining:
             turn.device(name, standing=Standing.ACTIVE)
-        turn.send(growth.everyone, Switch(generation=growth.generation, transfers=_boundary_moves(growth)))
+        turn.send(growth.everyone, _switch(growth))
 
 
-def _boundary_moves(growth: Growth) -> tuple[Move, ...]:
-    """Moves between devices that train already."""
-    return tuple(move for move in growth.moves if move.target not in growth.joining)
+def _switch(growth: Growth) -> Switch:
+    """The order to go over, with the moves between devices that train already."""
+    moves = tuple(move for move in growth.moves if move.target not in growth.joining)
+    return Switch(generation=growth.generation, transfers=moves, origins=growth.origins)
 
 
 def on_switched(turn: Turn, device: str, message: Switched) -> None:

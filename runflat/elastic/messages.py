@@ -47,7 +47,8 @@ class Status(_Said):
     """Answer to `abort`: `complete` says that the summed gradients of step `committed` are final here.
 
     `scalars` are those of the last applied step's barrier; `memory` lists the copies that this device has, its own
-    among them; `generation` is the number in the order.
+    among them; `generation` is the number in the order. `gathered` is false where optimizer state is sharded and the
+    last applied step's new weights have not come from the other devices.
     """
 
     type: Literal["status"] = "status"
@@ -55,6 +56,7 @@ class Status(_Said):
     committed: int
     complete: bool
     holds: int
+    gathered: bool = True
     scalars: tuple[float, ...] | None = None
     memory: tuple[MemoryCopy, ...] = ()
 

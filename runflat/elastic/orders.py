@@ -44,6 +44,27 @@ class Move(Wire):
     num_bytes: int = 0
 
 
+class Origin(Wire):
+    """Sharded optimizer state: a device has what `device` held under the plan of `generation`, live or as a copy.
+
+    `gathered`: all weights are of its last step; else only those of the pieces that it keeps.
+    """
+
+    device: str
+    generation: int
+    gathered: bool = True
+
+
+class Origins(Wire):
+    """Sharded optimizer state: what each device has, and the plans that this names.
+
+    All devices work out what moves from it, by the same function.
+    """
+
+    of: dict[str, tuple[Origin, ...]]
+    plans: tuple[str, ...]
+
+
 class Resume(Wire):
     """How a plan is taken up. Everybody stands at `committed` afterwards.
 
@@ -55,7 +76,8 @@ class Resume(Wire):
 
     `transfers` run after the groups are formed. A target that holds nothing gets the replicated parameters too, from
     the source of its first transfer. The bits of `healed` devices were wrong: `transfers` bring them the right ones,
-    and they learn their scalars anew.
+    and they learn their scalars anew. Where optimizer state is sharded, `origins` stand in place of `transfers`;
+    `wrong` are then the units whose weights are not to be used, by device.
     """
 
     action: Literal["start", "forward", "discard", "checkpoint", "memory"]
@@ -64,6 +86,8 @@ class Resume(Wire):
     checkpoint: str | None = None
     transfers: tuple[Move, ...] = ()
     healed: tuple[str, ...] = ()
+    origins: Origins | None = None
+    wrong: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     stop: bool = False
     """The run is to end without a further step: save and be done."""
 
@@ -119,12 +143,14 @@ class Switch(Wire):
     """Go over to the prepared generation after the commit of the step in flight; answer `switched`.
 
     `transfers` are units that devices which train already owe each other (a device that leaves makes some): they run
-    at the boundary, in the new groups. A device that the plan leaves out answers, stops and waits for `exit`.
+    at the boundary, in the new groups. A device that the plan leaves out answers, stops and waits for `exit`. Where
+    optimizer state is sharded, `origins` stand in their place, and newcomers get all that they need there.
     """
 
     type: Literal["switch"] = "switch"
     generation: int
     transfers: tuple[Move, ...] = ()
+    origins: Origins | None = None
 
 
 class Feed(Wire):

@@ -7,13 +7,15 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from runflat.cluster.health import Health
+from runflat.elastic import orders
 from runflat.elastic.messages import MemoryCopy
-from runflat.elastic.orders import Move
+from runflat.elastic.orders import Move, Origins
 from runflat.errors import PlanError
 from runflat.plan.assignment import assign
 from runflat.plan.cost import loads
 from runflat.plan.plan import Place, Plan, ReplicaPlan
 from runflat.plan.planner import build_plan
+from runflat.plan.sharded_state import Origin, ShardedState, describe
 from runflat.plan.strategies import Chain, Decision, JobFacts, Strategy, decide
 from runflat.plan.transfers import nearest
 from runflat.plan.units import REPLICATED, ModelSpec, unit_bytes
@@ -29,6 +31,8 @@ class Moves:
 
     transfers: tuple[Move, ...]
     lost: tuple[str, ...]
+    origins: Origins | None = None
+    """Where optimizer state is sharded: in place of the transfers what each device has."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,8 @@ class Planner:
     """Whether a replica may span several domains."""
     _works: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
     """What `device_work` has found, by dead slots."""
+    sharded: ShardedState | None = None
+    """Who has which part of the state, where optimizer state is sharded."""
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -166,17 +172,33 @@ class Planner:
     def _held(self, plan: Plan, device: str) -> dict[str, frozenset[int]]:
         return {kind: frozenset(units) for kind, units in plan.held(self.spec.kinds, device).items()}
 
-    def missing(self, holdings: Mapping[str, Plan]) -> tuple[str, ...]:
-        """Units (`kind unit`) that none of these devices holds, each holding what its plan says."""
+    def missing(self, holdings: Mapping[str, Plan], partial: Collection[str] = ()) -> tuple[str, ...]:
+        """Units (`kind unit`) that none of these devices holds, each holding what its plan says.
+
+        `partial`: where optimizer state is sharded, devices that have the new weights of their kept pieces only.
+        """
+        if self.sharded is not None:
+            parts = (self.sharded.part(plan, device, device not in partial) for device, plan in holdings.items())
+            return self.sharded.missing(parts)
         return self._missing([self._held(plan, device) for device, plan in holdings.items()])
 
     def newest_copy(self, copies: Mapping[str, Sequence[MemoryCopy]], plans: Mapping[int, Plan]) -> int | None:
         """The newest step of which the copies in memory make up everything; None if there is none."""
+        if self.sharded is not None:
+            found = {copy.step for entries in copies.values() for copy in entries}
+            whole = (step for step in found if not self._missing_at(copies, step, plans, self.sharded))
+            return max(whole, default=None)
         steps: dict[int, list[Units]] = {}
         for copy in (copy for entries in copies.values() for copy in entries):
             if copy.generation in plans:
                 steps.setdefault(copy.step, []).append(self._held(plans[copy.generation], copy.device))
         return max((step for step, have in steps.items() if not self._missing(have)), default=None)
+
+    @staticmethod
+    def _missing_at(
+        copies: Mapping[str, Sequence[MemoryCopy]], step: int, plans: Mapping[int, Plan], sharded: ShardedState
+    ) -> tuple[str, ...]:
+        return sharded.missing(sharded.have(_origins_of_copies(copies, step, plans), plans).values())
 
     def _missing(self, have: Collection[Units]) -> tuple[str, ...]:
         there = {kind.name: set().union(*(units.get(kind.name, ()) for units in have)) for kind in self.spec.kinds}
@@ -192,6 +214,7 @@ class Planner:
         holdings: Mapping[str, Plan],
         plan: Plan,
         wrong: Mapping[str, Collection[str]] = MappingProxyType({}),
+        partial: Collection[str] = (),
     ) -> Moves:
         """What each device of `plan` lacks, from devices of `plan` that have it.
 
@@ -199,7 +222,15 @@ class Planner:
             holdings: per device the plan whose units it has now; a device that is missing has nothing.
             plan: the plan to be taken up.
             wrong: per device units (`kind unit`) whose bits are not to be used: it has them as good as not.
+            partial: where optimizer state is sharded, devices that have the new weights of their kept pieces only.
         """
+        if self.sharded is not None:
+            origins = {
+                name: (Origin(name, old.generation, name not in partial),)
+                for name, old in holdings.items()
+                if plan.place(name) is not None
+            }
+            return _sharded(self.sharded, origins, {old.generation: old for old in holdings.values()}, plan, wrong)
         have: dict[str, Units] = {}
         for device, old in holdings.items():
             bad = wrong.get(device, ())
@@ -215,6 +246,8 @@ class Planner:
         self, copies: Mapping[str, Sequence[MemoryCopy]], step: int, plans: Mapping[int, Plan], plan: Plan
     ) -> Moves:
         """Like `moves`, out of the copies in memory of step `step` that each device has."""
+        if self.sharded is not None:
+            return _sharded(self.sharded, _origins_of_copies(copies, step, plans), plans, plan, {})
         have: dict[str, Units] = {}
         for device, entries in copies.items():
             found: dict[str, frozenset[int]] = {}
@@ -266,6 +299,34 @@ class Planner:
                 for unit in numbers & have.get(device, {}).get(kind, frozenset()):
                     found[kind, unit].append(device)
         return found
+
+
+def _origins_of_copies(
+    copies: Mapping[str, Sequence[MemoryCopy]], step: int, plans: Mapping[int, Plan]
+) -> dict[str, tuple[Origin, ...]]:
+    return {
+        device: tuple(
+            Origin(copy.device, copy.generation) for copy in entries if copy.step == step and copy.generation in plans
+        )
+        for device, entries in copies.items()
+    }
+
+
+def _sharded(
+    state: ShardedState,
+    origins: Mapping[str, tuple[Origin, ...]],
+    plans: Mapping[int, Plan],
+    plan: Plan,
+    wrong: Mapping[str, Collection[str]],
+) -> Moves:
+    """Moves of sharded state: who has what goes to the devices, which work out the transfers from it."""
+    lost = state.moves(origins, plans, plan, wrong).lost
+    named = {origin.generation for found in origins.values() for origin in found}
+    told = orders.Origins(
+        of={name: tuple(orders.Origin(**vars(origin)) for origin in found) for name, found in origins.items()},
+        plans=tuple(plans[generation].to_json() for generation in sorted(named)),
+    )
+    return Moves((), tuple(describe(*piece) for piece in lost), told)
 
 
 def _joined(moves: Iterable[Move]) -> tuple[Move, ...]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from runflat.cluster.ledger import Incident
 from runflat.elastic import heal, nodes, pausing, restart
 from runflat.elastic.actions import Closed, Grew, Opened, Planned, Took, Turn
-from runflat.elastic.choice import choose, note
+from runflat.elastic.choice import choose, note, partial
 from runflat.elastic.device import Standing
 from runflat.elastic.messages import Commit, Formed, LowMem, Ready, Running, Status
 from runflat.elastic.orders import Abort, Exit, Go, PlanOrder, Resume, Stop
@@ -188,7 +188,7 @@ def _resume(state: State, plan: Plan, *, restarts: bool) -> tuple[Resume | None,
     statuses = {name: state.statuses[name] for name in members if name in state.statuses}
     holdings = {n: state.plans[s.holds] for n, s in statuses.items() if s.holds in state.plans}
     wrong = state.distrust.wrong if state.distrust else {}
-    moves = state.planner.moves(holdings, plan, wrong)
+    moves = state.planner.moves(holdings, plan, wrong, partial(state))
     healed = tuple(name for name in holdings if name in wrong)
     lagging = [name for name in holdings if statuses[name].committed < state.committed]
     stuck = [n for n in lagging if not (statuses[n].complete and statuses[n].committed == state.committed - 1)]
@@ -205,6 +205,8 @@ def _resume(state: State, plan: Plan, *, restarts: bool) -> tuple[Resume | None,
         scalars=state.scalars if lagging else None,
         transfers=moves.transfers,
         healed=healed,
+        origins=moves.origins,
+        wrong=dict(wrong) if moves.origins else {},
     )
     doubt = heal.doubt(state)
     if not reason and not doubt:
@@ -233,7 +235,7 @@ def _older(state: State, plan: Plan, members: Collection[str], reason: str) -> t
         moves = state.planner.moves_from_copies(copies, step, state.plans, plan)
         if not moves.lost:
             return (
-                Resume(action="memory", committed=step, transfers=moves.transfers),
+                Resume(action="memory", committed=step, transfers=moves.transfers, origins=moves.origins),
                 f"{reason}: back to the copies in memory of step {step}",
             )
     return _on_disk(on_disk, reason)

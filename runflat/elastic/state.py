@@ -10,7 +10,7 @@ from typing import Any
 
 from runflat.elastic.device import Standing
 from runflat.elastic.messages import MemoryCopy, Status
-from runflat.elastic.orders import Move
+from runflat.elastic.orders import Move, Origins
 from runflat.elastic.planning import Planner
 from runflat.elastic.roster import Roster
 from runflat.plan.plan import Plan
@@ -140,6 +140,8 @@ class Growth:
     joining: tuple[str, ...] = ()
     leaving: tuple[str, ...] = ()
     moves: tuple[Move, ...] = ()
+    origins: Origins | None = None
+    """Where optimizer state is sharded: what each device has."""
     answered: frozenset[str] = frozenset()
     addresses: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     fed_bytes: Mapping[str, int] = field(default_factory=dict)
