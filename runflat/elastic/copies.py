@@ -26,12 +26,14 @@ from runflat.elastic.frames import Connection, Copy, FeedError, Hello, inode, pa
 from runflat.elastic.listener import Listener, admit, introduce
 from runflat.elastic.side_thread import start_thread
 from runflat.errors import RunError
-from runflat.parallel.move import TENSORS, Held, ShardState, Slab, read_state, relayout, slab_view
+from runflat.parallel.move import TENSORS, Held, ShardState, Slab, read_state, relayout_param, slab_view
+from runflat.parallel.move_pieces import Layout
 from runflat.parallel.sockets import GroupSockets
 from runflat.parallel.staging import host_copy
 from runflat.plan.buddies import buddy
+from runflat.plan.piece_moves import union
 from runflat.plan.plan import Plan, ReplicaPlan
-from runflat.plan.units import ModelSpec, shard_shape
+from runflat.plan.units import ModelSpec, ParamSpec
 from runflat.train.checkpoint import Progress
 from runflat.train.engine import Engine
 
@@ -49,6 +51,19 @@ class Kept:
     plan: Plan
     progress: Progress
     tensors: Mapping[str, Mapping[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Recalled:
+    """What a device has of an older step: its own copy and those of others, in one state.
+
+    `plan` gives this device the units of all copies; `layout` says how the state lies.
+    """
+
+    plan: Plan
+    layout: Layout
+    state: ShardState
+    progress: Progress
 
 
 class Copies:
@@ -114,8 +129,8 @@ class Copies:
                 for kept in copies
             ]
 
-    def combined(self, step: int) -> tuple[Plan, ShardState, Progress] | None:
-        """All that this device has of `step`, as the state of one device of a plan; None if it has nothing of it.
+    def combined(self, step: int) -> Recalled | None:
+        """All that this device has of `step`, in one; None if it has nothing of it.
 
         The plan is that of its own copy (or of the first it has), with the units of all copies in this device's slot.
         """
@@ -124,23 +139,33 @@ class Copies:
         found.sort(key=lambda kept: kept.device != self._device_id)
         if not found:
             return None
-        spec = self._engine.spec
-        first = found[0]
+        spec, first = self._engine.spec, found[0]
         held: dict[str, set[int]] = defaultdict(set)
-        received: dict[str, dict[Slab, torch.Tensor]] = {kind: {} for kind in TENSORS}
-        for kept in found:
-            own = kept.plan.held(spec.kinds, kept.device)
-            for kind, units in own.items():
+        received: dict[str, dict[str, dict[Slab, torch.Tensor]]] = {kind: defaultdict(dict) for kind in TENSORS}
+        layouts = [self._layout(kept.plan, kept.device) for kept in found]
+        for kept, layout in zip(found, layouts, strict=True):
+            for kind, units in layout.held.items():
                 held[kind].update(units)
-            for kind in TENSORS:
-                received[kind].update(_slabs(spec, own, kept.tensors[kind]))
-        union = {kind: tuple(sorted(units)) for kind, units in held.items()}
-        nothing: dict[str, tuple[int, ...]] = {kind: () for kind in union}
-        tensors = {kind: relayout(spec, nothing, union, {}, received[kind]) for kind in TENSORS}
+            for kind, param, _ in layout.written(spec):
+                slabs = _slabs(spec, param, layout.of(kind, param), kept.tensors[kind][param.name])
+                received[kind][param.name].update(slabs)
+        joined = Layout(
+            {kind: tuple(sorted(units)) for kind, units in held.items()}, union(layout.kept for layout in layouts)
+        )
         device = self._engine.device
-        moved = {kind: {name: t.to(device) for name, t in named.items()} for kind, named in tensors.items()}
-        plan = _with_units(first.plan, first.device, self._device_id, union)
-        return plan, ShardState(moved, first.progress.optimizer_step), first.progress
+        tensors: dict[str, dict[str, torch.Tensor]] = {kind: {} for kind in TENSORS}
+        for kind, param, _ in joined.written(spec):
+            nothing: Held = dict.fromkeys(param.kinds, ())
+            parts = received[kind][param.name]
+            whole = relayout_param(spec, param, nothing, joined.of(kind, param), None, parts)
+            tensors[kind][param.name] = whole.to(device)
+        plan = _with_units(first.plan, first.device, self._device_id, joined.held)
+        return Recalled(plan, joined, ShardState(tensors, first.progress.optimizer_step), first.progress)
+
+    def _layout(self, plan: Plan, device: str) -> Layout:
+        """How the state of `device` lies under `plan`."""
+        held = plan.held(self._engine.spec.kinds, device)
+        return Layout.alike(self._engine.spec, held)
 
     def close(self) -> None:
         """Listen no more."""
@@ -167,7 +192,8 @@ class Copies:
             self._exempt(inode(connected))
             connection = Connection(connected, kept.plan.device(target), TIMEOUT_S)
             introduce(connection, Hello(source=self._device_id, token=token), TIMEOUT_S)
-            tensors = [kept.tensors[kind][param.name] for param in self._engine.spec.params for kind in TENSORS]
+            layout = self._layout(kept.plan, kept.device)
+            tensors = [kept.tensors[kind][param.name] for kind, param, _ in layout.written(self._engine.spec)]
             frame = Copy(device=kept.device, generation=kept.plan.generation, progress=asdict(kept.progress))
             connection.send(frame, tensors)
             connection.receive()  # the other end closes when it has it
@@ -195,33 +221,28 @@ class Copies:
     def _tensors(self, plan: Plan, device: str, payload: bytearray) -> dict[str, dict[str, torch.Tensor]]:
         """The tensors of a copy, which lie in the payload by parameter and kind."""
         spec, dtype = self._engine.spec, self._engine.dtype
-        held = plan.held(spec.kinds, device)
         found: dict[str, dict[str, torch.Tensor]] = {kind: {} for kind in TENSORS}
         position = 0
-        for param in spec.params:
-            shape = shard_shape(spec, param, held)
-            size = len(TENSORS) * torch.Size(shape).numel() * dtype.itemsize
-            parts = payload_tensors(payload[position : position + size], shape, len(TENSORS), dtype)
-            for kind, tensor in zip(TENSORS, parts, strict=True):
-                found[kind][param.name] = tensor
+        for kind, param, shape in self._layout(plan, device).written(spec):
+            size = torch.Size(shape).numel() * dtype.itemsize
+            (found[kind][param.name],) = payload_tensors(payload[position : position + size], shape, 1, dtype)
             position += size
         return found
 
 
-def _slabs(spec: ModelSpec, held: Held, tensors: Mapping[str, torch.Tensor]) -> dict[Slab, torch.Tensor]:
-    """A shard unit by unit; replicated parameters whole."""
-    found: dict[Slab, torch.Tensor] = {}
-    for param in spec.params:
-        if param.dim is None:
-            found[Slab(param.name)] = tensors[param.name]
-        for index, segment in enumerate(param.segments):
-            for unit in held[segment.kind]:
-                slab = Slab(param.name, index, unit, unit + 1)
-                found[slab] = slab_view(spec, param, slab, held, tensors[param.name])
-    return found
+def _slabs(spec: ModelSpec, param: ParamSpec, held: Held, tensor: torch.Tensor) -> dict[Slab, torch.Tensor]:
+    """A tensor unit by unit; that of a replicated parameter whole."""
+    if param.dim is None:
+        return {Slab(param.name): tensor}
+    return {
+        slab: slab_view(spec, param, slab, held, tensor)
+        for index, segment in enumerate(param.segments)
+        for unit in held[segment.kind]
+        for slab in (Slab(param.name, index, unit, unit + 1),)
+    }
 
 
-def _with_units(plan: Plan, seat: str, device: str, held: Mapping[str, tuple[int, ...]]) -> Plan:
+def _with_units(plan: Plan, seat: str, device: str, held: Held) -> Plan:
     """`plan` with `device` in the place of `seat`, holding the units `held`."""
     place = plan.place(seat)
     assert place is not None
@@ -231,7 +252,7 @@ def _with_units(plan: Plan, seat: str, device: str, held: Mapping[str, tuple[int
             return replica
         devices = tuple(device if slot == place[1] else name for slot, name in enumerate(replica.devices))
         assignments = tuple(
-            (kind, tuple(held[kind] if slot == place[1] else units for slot, units in enumerate(assignment)))
+            (kind, tuple(tuple(held[kind]) if slot == place[1] else units for slot, units in enumerate(assignment)))
             for kind, assignment in replica.assignments
         )
         return replace(replica, devices=devices, assignments=assignments)

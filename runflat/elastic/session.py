@@ -247,8 +247,8 @@ class Session:
         found = self.copies.combined(step) if self.copies else None
         self.base = None
         if found is not None:
-            self.base, state, self.engine.progress = found
-            self.engine.adopt(self.base.held(self.engine.spec.kinds, self.device_id), state)
+            self.base, self.engine.progress = found.plan, found.progress
+            self.engine.adopt(self.base.held(self.engine.spec.kinds, self.device_id), found.state)
             self.presence.committed = step
 
     def _place(self, plan: Plan) -> Place:

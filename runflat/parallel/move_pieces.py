@@ -7,7 +7,7 @@ order in which any shard lies: segment after segment, and inside of one by ascen
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -26,8 +26,9 @@ from runflat.parallel.move import (
     slab_view,
 )
 from runflat.parallel.post import LIMIT_BYTES, exchange, num_words, seal, unseal
-from runflat.plan.piece_moves import TENSORS_OF, ParamHeld, PieceMove, kinds_of
-from runflat.plan.units import REPLICATED, ModelSpec, ParamSpec
+from runflat.plan.piece_moves import TENSORS_OF, PieceMove
+from runflat.plan.units import REPLICATED, ModelSpec, ParamSpec, shard_shape
+from runflat.plan.zero import ParamHeld
 
 Written = tuple[str, Slab]
 """A tensor of `TENSORS` and the part of it that is meant."""
@@ -40,6 +41,12 @@ class Layout:
     held: Held
     kept: ParamHeld
 
+    @classmethod
+    def alike(cls, spec: ModelSpec, held: Held) -> Layout:
+        """Of a device whose moments lie as its weights do."""
+        known = {**held, REPLICATED: (0,)}
+        return cls(held, {param.name: {kind: known[kind] for kind in param.kinds} for param in spec.params})
+
     def of(self, tensor: str, param: ParamSpec) -> Held:
         """The units, by kind, of one tensor of `param`."""
         return self.held if tensor == "weight" else self.kept.get(param.name, {})
@@ -47,6 +54,13 @@ class Layout:
     def has(self, tensor: str, param: ParamSpec) -> bool:
         """Whether there is anything of one tensor of `param`."""
         return tensor == "weight" or any(self.kept.get(param.name, {}).values())
+
+    def written(self, spec: ModelSpec) -> Iterator[tuple[str, ParamSpec, tuple[int, ...]]]:
+        """(tensor, parameter, shape) of all that there is, in the one order of the model."""
+        for param in spec.params:
+            for tensor in TENSORS:
+                if self.has(tensor, param):
+                    yield tensor, param, shard_shape(spec, param, self.of(tensor, param))
 
 
 @dataclass(frozen=True)
@@ -134,7 +148,7 @@ def relayout_pieces(
         param.name: relayout_param(
             change.spec,
             param,
-            change.old.of(tensor, param) if param.name in tensors else {kind: () for kind in kinds_of(param)},
+            change.old.of(tensor, param) if param.name in tensors else {kind: () for kind in param.kinds},
             change.new.of(tensor, param),
             tensors.get(param.name),
             received.get(param.name, {}),

@@ -6,16 +6,16 @@ either may be whole where the other is lost, and each moves on its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from runflat.plan.plan import Plan
+from runflat.plan.transfers import nearest
 from runflat.plan.units import REPLICATED, ModelSpec, ParamSpec
+from runflat.plan.zero import ParamHeld
 
 What = Literal["weight", "moments"]
-ParamHeld = Mapping[str, Mapping[str, Sequence[int]]]
-"""Per parameter the units of each of its kinds; a parameter that is not cut is unit 0 of the kind `REPLICATED`."""
 
 TENSORS_OF: Mapping[What, tuple[str, ...]] = {"weight": ("weight",), "moments": ("exp_avg", "exp_avg_sq")}
 """The tensors that move with each."""
@@ -60,17 +60,12 @@ class PieceMoves:
         return sum(move.num_bytes for move in self.moves)
 
 
-def kinds_of(param: ParamSpec) -> tuple[str, ...]:
-    """The kinds of unit that `param` is cut into, in the order of its segments, each once."""
-    return tuple(dict.fromkeys(segment.kind for segment in param.segments)) or (REPLICATED,)
-
-
 def whole_weights(spec: ModelSpec, plan: Plan, device: str) -> ParamHeld:
     """All weights that `device` computes with under `plan`; empty where it has no place in it."""
     if plan.place(device) is None:
         return {}
     held = {**plan.held(spec.kinds, device), REPLICATED: (0,)}
-    return {param.name: {kind: held[kind] for kind in kinds_of(param)} for param in spec.params}
+    return {param.name: {kind: held[kind] for kind in param.kinds} for param in spec.params}
 
 
 def union(parts: Iterable[ParamHeld]) -> ParamHeld:
@@ -107,34 +102,36 @@ def piece_moves(
     spec: ModelSpec,
     have: Mapping[str, Part],
     want: Mapping[str, Part],
+    plan: Plan,
     element_bytes: int,
-    distance: Callable[[str, str], int] = lambda source, target: 0,
 ) -> PieceMoves:
-    """What each device of `want` lacks, from devices of `want` that have it.
+    """What each device of `plan` lacks, from the nearest device of `plan` that has it.
 
-    The result is the same wherever it is computed: devices go by their order in `want`, parameters by the model's.
+    The result is the same wherever it is computed: devices go by their order in the plan, parameters by the model's.
 
     Args:
         spec: the model.
         have: what is valid on each device; one that is missing has nothing.
         want: what each device of the new plan is to have.
+        plan: the new plan.
         element_bytes: bytes of one element of a weight or of one moment.
-        distance: of two devices; the nearest sources come first, and among these the one that has sent least.
     """
-    sent = dict.fromkeys(want, 0)
+    sent = dict.fromkeys(plan.devices, 0)
     moves: list[PieceMove] = []
     lost: dict[tuple[What, str, str, int], None] = {}
     for what, tensors in TENSORS_OF.items():
         for param in spec.params:
-            for kind in kinds_of(param):
-                sources = _Sources({device: _units(have.get(device), what, param.name, kind) for device in want})
-                for target in want:
+            for kind in param.kinds:
+                sources = _Sources(
+                    {device: _units(have.get(device), what, param.name, kind) for device in plan.devices}
+                )
+                for target in plan.devices:
                     missing = _units(want[target], what, param.name, kind) - sources.units[target]
                     for start, stop, found in sources.runs(missing):
                         if not found:
                             lost |= dict.fromkeys((what, param.name, kind, unit) for unit in range(start, stop))
                             continue
-                        source = min(found, key=lambda name: (distance(name, target), sent[name], name))
+                        source = nearest(found, plan, target, sent)
                         size = piece_bytes(spec, param, kind, range(start, stop), len(tensors) * element_bytes)
                         sent[source] += size
                         moves.append(PieceMove(what, param.name, kind, start, stop, source, target, size))

@@ -13,10 +13,8 @@ from typing import Protocol
 
 from runflat.plan.piece_moves import (
     TENSORS_OF,
-    ParamHeld,
     Part,
     PieceMoves,
-    kinds_of,
     piece_moves,
     union,
     whole_weights,
@@ -24,6 +22,7 @@ from runflat.plan.piece_moves import (
 )
 from runflat.plan.plan import Place, Plan
 from runflat.plan.units import REPLICATED, ModelSpec
+from runflat.plan.zero import ParamHeld
 
 
 @dataclass(frozen=True)
@@ -48,15 +47,11 @@ class Keeping(Protocol):
 
 @dataclass(frozen=True)
 class ShardedState:
-    """What each device has and needs, for one model; `ownership` gives that of a plan, the same on every device.
-
-    `domains` say which devices have fast links to each other, where that is known: transfers prefer them.
-    """
+    """What each device has and needs, for one model; `ownership` gives that of a plan, the same on every device."""
 
     spec: ModelSpec
     element_bytes: int
     ownership: Callable[[Plan], Keeping]
-    domains: Mapping[str, str] = MappingProxyType({})
 
     def kept(self, plan: Plan, device: str) -> ParamHeld:
         """The pieces of which `device` keeps moments under `plan`; none where it has no place in it."""
@@ -105,15 +100,7 @@ class ShardedState:
         have = {name: without(part, wrong.get(name, ())) for name, part in self.have(origins, plans).items()}
         keeping = self.ownership(plan)
         want = {name: self._part(plan, keeping, name, gathered=True) for name in plan.devices}
-
-        def distance(source: str, target: str) -> int:
-            one, other = plan.place(source), plan.place(target)
-            if one is not None and other is not None and one[0] == other[0]:
-                return 0
-            known = self.domains.get(source)
-            return 1 if known is not None and known == self.domains.get(target) else 2
-
-        return piece_moves(self.spec, have, want, self.element_bytes, distance)
+        return piece_moves(self.spec, have, want, plan, self.element_bytes)
 
     def missing(self, parts: Iterable[Part]) -> tuple[str, ...]:
         """What none of `parts` has, in words; empty if they make up everything."""
@@ -122,7 +109,7 @@ class ShardedState:
             describe(what, param.name, kind, unit)
             for what in TENSORS_OF
             for param in self.spec.params
-            for kind in kinds_of(param)
+            for kind in param.kinds
             for unit in _rest(self._units(kind), found.of(what).get(param.name, {}).get(kind, ()))
         )
 

@@ -96,6 +96,11 @@ class ParamSpec:
         return math.prod(self.shape)
 
     @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of unit that it is cut into, in the order of its segments, each once; else `REPLICATED`."""
+        return tuple(dict.fromkeys(segment.kind for segment in self.segments)) or (REPLICATED,)
+
+    @property
     def is_looked_up(self) -> bool:
         """Whether it is a table of the vocabulary that is only looked up in: an embedding without a tied LM head."""
         return not self.matmuls and len(self.shape) > 1 and any(segment.kind == "vocab" for segment in self.segments)

@@ -144,7 +144,7 @@ class Ownership:
 
     def _units(self, pieces: Iterable[OwnedPiece]) -> ParamHeld:
         found: dict[str, dict[str, set[int]]] = {
-            param.name: {kind: set() for kind in _kinds(param)} for param in self.spec.params
+            param.name: {kind: set() for kind in param.kinds} for param in self.spec.params
         }
         segments = {param.name: param.segments for param in self.spec.params}
         for piece in pieces:
@@ -160,10 +160,6 @@ def _by_place(pairs: Iterable[tuple[Place, OwnedPiece]]) -> Mapping[Place, list[
     for place, piece in pairs:
         found[place].append(piece)
     return found
-
-
-def _kinds(param: ParamSpec) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(segment.kind for segment in param.segments)) or (REPLICATED,)
 
 
 @dataclass(frozen=True)

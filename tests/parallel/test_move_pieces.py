@@ -18,11 +18,12 @@ from runflat.parallel.move import NOTHING, TENSORS, Moved, ShardState, Slab, sla
 from runflat.parallel.move_pieces import Layout, PieceChange, execute_piece_moves, piece_slabs
 from runflat.parallel.shard import cut
 from runflat.parallel.tp_plan import build_meta_model, read_rules
-from runflat.plan.piece_moves import ParamHeld, Part, PieceMove, PieceMoves, kinds_of, piece_moves, whole_weights
+from runflat.plan.piece_moves import Part, PieceMove, PieceMoves, piece_moves, whole_weights
 from runflat.plan.plan import Place, Plan
 from runflat.plan.planner import build_plan, live_devices
 from runflat.plan.sync_groups import SyncLayout, holders
 from runflat.plan.units import REPLICATED, ModelSpec, param_ranges
+from runflat.plan.zero import ParamHeld
 
 Full = Mapping[str, Mapping[str, torch.Tensor]]
 NO_GROUPS = SyncLayout((), (), (), 0)
@@ -56,7 +57,7 @@ def kept_by(spec: ModelSpec, plan: Plan, device: str) -> ParamHeld:
     found: dict[str, dict[str, tuple[int, ...]]] = {}
     for param in spec.params:
         salt = zlib.crc32(param.name.encode())
-        for kind in kinds_of(param):
+        for kind in param.kinds:
             units = {0: plan.places} if kind == REPLICATED else held[kind]
             mine = [unit for unit, places in units.items() if device in keepers(plan, places, salt + unit)]
             found.setdefault(param.name, {})[kind] = tuple(sorted(mine))
@@ -104,7 +105,7 @@ def state_of(spec: ModelSpec, plan: Plan, device: str, full: Full, gathered: boo
 def moves_of(spec: ModelSpec, old: Plan, new: Plan, gathered: bool) -> PieceMoves:
     """Returns what moves, as every device works it out."""
     have = {name: part_of(spec, old, name, gathered) for name in new.devices if old.place(name)}
-    return piece_moves(spec, have, {name: part_of(spec, new, name) for name in new.devices}, 4)
+    return piece_moves(spec, have, {name: part_of(spec, new, name) for name in new.devices}, new, 4)
 
 
 def run(

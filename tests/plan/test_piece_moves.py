@@ -12,7 +12,6 @@ from runflat.plan.piece_moves import (
     ParamHeld,
     Part,
     PieceMoves,
-    kinds_of,
     piece_bytes,
     piece_moves,
     union,
@@ -55,7 +54,7 @@ def every_atom(spec: ModelSpec) -> list[Atom]:
         (what, param.name, kind, unit)
         for what in TENSORS_OF
         for param in spec.params
-        for kind in kinds_of(param)
+        for kind in param.kinds
         for unit in range(1 if kind == REPLICATED else spec.kind(kind).num_units)
     ]
 
@@ -69,7 +68,7 @@ def part_with(chosen: set[Atom]) -> Part:
 
 @given(data=st.data(), fused=st.booleans())
 def test_each_device_gets_what_it_lacks_once_from_who_has_it(
-    make_spec: MakeSpec, data: st.DataObject, fused: bool
+    make_spec: MakeSpec, make_plan: MakePlan, data: st.DataObject, fused: bool
 ) -> None:
     """Catches a piece that does not arrive, comes twice or from who lacks it, and a loss that is not told."""
     spec = make_spec(heads=2, kv_heads=2, ffn=6, vocab=5, layers=1, tp=2, fused=fused)
@@ -84,6 +83,7 @@ def test_each_device_gets_what_it_lacks_once_from_who_has_it(
         spec,
         {name: part_with(had) for name, had in have.items() if had},
         {name: part_with(wanted) for name, wanted in want.items()},
+        make_plan(spec, 2, 2),
         ELEMENT,
     )
     nobody = set(listed) - set().union(*have.values())
@@ -99,18 +99,19 @@ def test_each_device_gets_what_it_lacks_once_from_who_has_it(
         assert move.num_bytes == piece_bytes(spec, param, move.kind, range(move.start, move.stop), size)
 
 
-def test_the_same_replica_comes_first_and_then_who_has_sent_least(make_spec: MakeSpec) -> None:
-    """Catches transfers that leave the domain where they need not, or that all come from one device."""
+def test_the_same_replica_comes_first_and_then_who_has_sent_least(make_spec: MakeSpec, make_plan: MakePlan) -> None:
+    """Catches transfers that leave the replica where they need not, or that all come from one device."""
     spec = make_spec(layers=1)
+    plan = make_plan(spec, 2, 2)
     names = [param.name for param in spec.params if param.dim is None]
     all_of: ParamHeld = {name: {REPLICATED: (0,)} for name in names}
-    whole, nothing = Part(all_of, all_of), Part({}, {})
-    have = {"0:0": whole, "0:1": whole, "1:0": whole, "1:1": nothing}
-    want = dict.fromkeys(have, whole)
-    near = piece_moves(spec, have, want, ELEMENT, lambda source, target: source[0] != target[0])
+    whole = Part(all_of, all_of)
+    want = dict.fromkeys(plan.devices, whole)
+    near = piece_moves(spec, {name: whole for name in ("0:0", "0:1", "1:0")}, want, plan, ELEMENT)
     assert {move.source for move in near.moves} == {"1:0"}
-    spread = Counter(move.source for move in piece_moves(spec, have, want, ELEMENT).moves)
-    assert set(spread) == {"0:0", "0:1", "1:0"}
+    have = {name: whole for name in ("0:0", "0:1")}
+    spread = Counter(move.source for move in piece_moves(spec, have, want, plan, ELEMENT).moves)
+    assert set(spread) == {"0:0", "0:1"}
     assert max(spread.values()) - min(spread.values()) <= 1
 
 
@@ -120,7 +121,7 @@ def test_a_whole_shard_moves_when_a_device_has_nothing(make_spec: MakeSpec, make
     plan = make_plan(spec, 4, 2)
     parts = {name: Part(whole_weights(spec, plan, name), {}) for name in plan.devices}
     have = {name: part for name, part in parts.items() if name != "1:2"}
-    moves = piece_moves(spec, have, parts, ELEMENT)
+    moves = piece_moves(spec, have, parts, plan, ELEMENT)
     held = plan.held(spec.kinds, "1:2")
     numel = sum(spec.rows_by_kind[kind] * spec.kind(kind).size_of(units) for kind, units in held.items())
     assert moves.num_bytes == ELEMENT * (numel + spec.replicated_numel)
