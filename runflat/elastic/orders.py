@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from runflat.errors import RunError
+from runflat.plan.sharded_state import Origin
 
 
 class Wire(BaseModel):
@@ -44,19 +45,8 @@ class Move(Wire):
     num_bytes: int = 0
 
 
-class Origin(Wire):
-    """Sharded optimizer state: a device has what `device` held under the plan of `generation`, live or as a copy.
-
-    `gathered`: all weights are of its last step; else only those of the pieces that it keeps.
-    """
-
-    device: str
-    generation: int
-    gathered: bool = True
-
-
 class Origins(Wire):
-    """Sharded optimizer state: what each device has, and the plans that this names.
+    """Sharded optimizer state: what each device has, and the plans that this names, as `Plan.to_wire` writes them.
 
     All devices work out what moves from it, by the same function.
     """

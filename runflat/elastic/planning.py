@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from runflat.cluster.health import Health
-from runflat.elastic import orders
 from runflat.elastic.messages import MemoryCopy
 from runflat.elastic.orders import Move, Origins
 from runflat.errors import PlanError
@@ -322,10 +321,7 @@ def _sharded(
     """Moves of sharded state: who has what goes to the devices, which work out the transfers from it."""
     lost = state.moves(origins, plans, plan, wrong).lost
     named = {origin.generation for found in origins.values() for origin in found}
-    told = orders.Origins(
-        of={name: tuple(orders.Origin(**vars(origin)) for origin in found) for name, found in origins.items()},
-        plans=tuple(plans[generation].to_json() for generation in sorted(named)),
-    )
+    told = Origins(of=dict(origins), plans=tuple(plans[generation].to_wire() for generation in sorted(named)))
     return Moves((), tuple(describe(*piece) for piece in lost), told)
 
 

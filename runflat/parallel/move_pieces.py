@@ -42,7 +42,7 @@ class Layout:
     kept: ParamHeld
 
     @classmethod
-    def alike(cls, spec: ModelSpec, held: Held) -> Layout:
+    def alike(cls, spec: ModelSpec, held: Mapping[str, tuple[int, ...]]) -> Layout:
         """Of a device whose moments lie as its weights do."""
         known = {**held, REPLICATED: (0,)}
         return cls(held, {param.name: {kind: known[kind] for kind in param.kinds} for param in spec.params})
