@@ -237,6 +237,9 @@ MUTATIONS = {
     "input gradient not summed": Mutation(keep_input_gradient_partial, in_grads("input_layernorm.weight")),
     "equal gradients summed": Mutation(let_all_contribute, in_grads("norm.weight")),
     "norm counted from one slot": Mutation(count_one_slot, in_grads("input_layernorm.weight"), case=SPLIT),
+    "norm counted from one slot, zero1": Mutation(
+        count_one_slot, in_grads("input_layernorm.weight"), case=replace(SPLIT, optimizer="zero1")
+    ),
     "tokens taken up one further": Mutation(take_up_one_further, in_loss, case=SPLIT),
     "tokens gathered one further": Mutation(gather_one_further, in_loss, case=SPLIT),
 }
@@ -255,4 +258,5 @@ def test_unmutated_code_passes(model: str, check: Check) -> None:
     """Catches a case that fails without any mutation, which would make the test above worthless."""
     assert check(model, CASE).largest < TOLERANCE
     assert check(model, SPLIT).largest < TOLERANCE
+    assert check(model, replace(SPLIT, optimizer="zero1")).largest < TOLERANCE
     assert check(model, CASE, tie_word_embeddings=True).largest < TOLERANCE

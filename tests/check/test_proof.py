@@ -89,12 +89,13 @@ FURTHER_SOAK = (
 )
 
 
+@pytest.mark.parametrize("split", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["whole", "split tokens"])
 @pytest.mark.parametrize("model", [*FURTHER, *(pytest.param(name, marks=pytest.mark.soak) for name in FURTHER_SOAK)])
-def test_further_models(model: str) -> None:
+def test_further_models(model: str, split: bool) -> None:
     """Catches a model that is accepted but computed wrongly: an embedding with a scale, a fused layer the wrong way."""
     torch.set_num_threads(1)
     config = small_config(architecture(model), 4)
-    case = Case(tp=4, dead=((0, 1), (1, 0), (1, 3)), num_steps=2, in_memory=True)
+    case = Case(tp=4, dead=((0, 1), (1, 0), (1, 3)), num_steps=2, in_memory=True, sequence_parallel=split)
     batch = small_batch(config.vocab_size, config.pad_token_id, case.num_sequences, case.seq_len, 1)
     assert verify(config, case, batch).largest < TOLERANCE
 

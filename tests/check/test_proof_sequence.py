@@ -57,6 +57,26 @@ def test_tied_embeddings_and_biases(check: Check) -> None:
     assert errors.largest < TOLERANCE
 
 
+@pytest.mark.parametrize("model", PROOF_SET)
+def test_zero1(check: Check, model: str) -> None:
+    """Catches a parameter between the split layers whose owner gets the addend of one device of a replica only."""
+    one = replace(case((0, 1), (1, 0), (1, 2)), optimizer="zero1", num_steps=2)
+    assert check(model, one).largest < TOLERANCE
+
+
+ZERO1: dict[str, Case] = {
+    "3, 2 and 1": CASES["3, 2 and 1"],
+    "one replica": CASES["one replica"],
+    "fewer tokens than devices": CASES["fewer tokens than devices"],
+}
+
+
+@pytest.mark.parametrize("name", ZERO1)
+def test_zero1_layouts(check: Check, name: str) -> None:
+    """Catches owners that are right for some degrees only, or where a device has no token."""
+    assert check("llama-gqa4", replace(ZERO1[name], optimizer="zero1")).largest < TOLERANCE
+
+
 def test_bf16(check: Check) -> None:
     """Catches hidden states that are gathered or summed in another type than layers compute in."""
     half = replace(case((0, 1), (1, 2)), num_steps=1, dtype=torch.float32, compute_dtype=torch.bfloat16)

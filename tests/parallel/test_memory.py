@@ -94,6 +94,15 @@ def peak_and_plan(compute: torch.dtype | None, recompute: bool) -> tuple[int, in
     ).activations_bytes
 
 
+def peak_of_backward(model: PreTrainedModel, steps: Callable[[], None]) -> int:
+    """Returns the most bytes that a forward and backward of one rank hold at once, kept gradients not among them."""
+    tokens = torch.arange(BATCH * SEQ_LEN).view(BATCH, SEQ_LEN)
+    with TensorMemory() as memory:
+        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+    steps()
+    return memory.peak_bytes
+
+
 @pytest.mark.parametrize("compute", [None, torch.bfloat16], ids=["float32", "bf16"])
 def test_recomputation_keeps_less(compute: torch.dtype | None) -> None:
     """Catches layers that keep what they were to compute again, and a plan that is far from what a step needs."""
@@ -101,3 +110,27 @@ def test_recomputation_keeps_less(compute: torch.dtype | None) -> None:
     assert inputs_kept < 0.5 * all_kept
     assert 0.75 < all_kept / counted < 1.25
     assert 0.75 < inputs_kept / counted_less < 1.25
+
+
+@pytest.mark.parametrize(("dead", "recompute"), [((), False), (((0, 1),), True)], ids=["kept", "recomputed at TP 3"])
+def test_split_tokens_keep_less(jobs: Any, dead: tuple[tuple[int, int], ...], recompute: bool) -> None:
+    """Catches hidden states that stay whole on each device, and a plan that saves what a step does not."""
+    job, run = jobs
+    needs: list[int] = []
+    counts: list[int] = []
+    for on in (False, True):
+        how = {"micro_batch": BATCH, "seq_len": SEQ_LEN, "recompute": recompute, "sequence_parallel": on}
+        ran = run(job(SHALLOW, num_replicas=1, dead=dead, num_sequences=BATCH, **how), peak_of_backward)
+        needed = {place: state.inside for place, state in ran.ranks.items()}
+        counted = {
+            place: device_memory(
+                *(ran.rules.spec, ran.plan.replica(0), place[1], SEQ_LEN, BATCH, 4),
+                recompute=recompute,
+                sequence_parallel=on,
+            ).activations_bytes
+            for place in needed
+        }
+        assert all(0.75 < needed[place] / counted[place] < 1.25 for place in needed)
+        needs.append(sum(needed.values()))
+        counts.append(sum(counted.values()))
+    assert 0.5 < (needs[0] - needs[1]) / (counts[0] - counts[1]) < 1.5

@@ -117,6 +117,19 @@ def test_heads_that_do_not_divide(overrides: dict[str, Any]) -> None:
         read_rules(built("llama", **overrides), 2)
 
 
+def test_layers_in_no_list() -> None:
+    """Catches tokens that are dealt out at a place that was guessed."""
+    model: Any = built("llama", num_hidden_layers=1)
+    model.model.only = model.model.layers[0]
+    del model.model.layers
+    model.tp_plan = {pattern.replace("layers.*", "only"): style for pattern, style in model.tp_plan.items()}
+    assert read_rules(model, 2).first_layer is None
+    with pytest.raises(
+        ModelError, match=r"model\.only\.self_attn is in no list of layers.*without sequence parallelism"
+    ):
+        read_rules(model, 2, sequence_parallel=True)
+
+
 def test_soft_caps_and_sdpa() -> None:
     """Catches an attention implementation that drops the soft-cap without a word."""
     with pytest.raises(ModelError, match="scaled_dot_product_attention"):
