@@ -7,9 +7,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from runflat.elastic.fake_launcher import FakeLauncher, Fault
-from runflat.elastic.launch_threads import ThreadWorkers
+from runflat.elastic.launch_threads import PATIENCE, ThreadWorkers
 from runflat.elastic.messages import Commit, Exited, Heartbeat, Message, Shard, StepReport, Suspect, parse_message
 from runflat.elastic.orders import Order
+from runflat.parallel.comms import Network
 from runflat.train.job import Job
 
 Heading = tuple[str, int, Message]
@@ -52,9 +53,9 @@ class Tally:
 class Counted(ThreadWorkers):
     """Workers as threads that are counted."""
 
-    def __init__(self, job: Job):
+    def __init__(self, job: Job, network: Network = PATIENCE):
         """As `ThreadWorkers`."""
-        super().__init__(job)
+        super().__init__(job, network)
         self.tally = Tally()
         self.cpu_s: dict[str, float] = {}
         """CPU seconds of this process when the first commit of a generation or of a step came, and the first exit."""

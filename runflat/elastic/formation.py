@@ -19,6 +19,13 @@ from runflat.plan.plan import Place, Plan
 from runflat.plan.sync_groups import SyncLayout
 
 Address = tuple[str, int]
+PATIENCE = Network(meet_timeout_s=30.0, form_timeout_s=5.0)
+"""How long members of a group are waited for, and how long it may take to form.
+
+torch's store client asks for the host name of what it connects to. Where no name server answers, that takes 10 s.
+"""
+FORM_PER_DEVICE_S = 0.01
+"""How much longer a group may take to form with each device of the job, since it connects to all."""
 BURY = "bury"
 """Name of the threads on which groups are dropped."""
 
@@ -74,7 +81,7 @@ class Formation:
 
     def _form(self, layout: SyncLayout, place: Place, store: Address, device: torch.device) -> Comms:
         """Form all groups and prove them."""
-        timeout = timedelta(seconds=self._network.form_timeout_s)
+        timeout = timedelta(seconds=self._network.meet_timeout_s)
         # A store client of its own: shutting its socket ends a wait for a member that will never come.
         client = TCPStore(store[0], store[1], is_master=False, timeout=timeout)
         comms = Comms(client, self.plan, layout, place, self._network, device)

@@ -21,14 +21,17 @@ from runflat.elastic.formation import await_buried
 from runflat.elastic.launch_local import open_store
 from runflat.elastic.messages import Exited, Message, parse_message
 from runflat.elastic.orders import Exit, Order, parse_order
-from runflat.elastic.session import FORM_TIMEOUT_S, Session
+from runflat.elastic.session import Session
 from runflat.elastic.side_thread import start_thread
 from runflat.elastic.strike import suffer
 from runflat.elastic.worker_process import FAILED, error_message
+from runflat.parallel.comms import Network
 from runflat.parallel.sockets import LOOPBACK, SharedSockets
 from runflat.train.engine import Engine
 from runflat.train.job import Job
 
+PATIENCE = Network(meet_timeout_s=5.0, form_timeout_s=5.0)
+"""Threads come at once, and a rank that waits for one that has ended holds up the end of the run."""
 JOIN_S = 10.0
 """How long the threads of a device may take to end when it has been told to."""
 
@@ -94,8 +97,9 @@ class ThreadChannel:
 class ThreadWorkers:
     """The workers of one run as threads, and the store at which they meet; listens on loopback only."""
 
-    def __init__(self, job: Job):
-        """Open the store; no worker is started yet."""
+    def __init__(self, job: Job, network: Network = PATIENCE):
+        """Open the store; no worker is started yet. `network` has the time-outs of forming."""
+        self._network = network
         self._store, self._port = open_store()
         self._sockets = SharedSockets(self._port)
         self._job = job
@@ -126,7 +130,15 @@ class ThreadWorkers:
         session: Session | None = None
         try:
             session = Session(
-                job, device, channel, (LOOPBACK, self._port), 0, incarnation > 0, sockets=self._sockets, suffer=strike
+                job,
+                device,
+                channel,
+                (LOOPBACK, self._port),
+                0,
+                incarnation > 0,
+                sockets=self._sockets,
+                suffer=strike,
+                network=self._network,
             )
             if self._channels[device] is channel:  # one that was given up while it started may come after its successor
                 self.sessions[device] = session
@@ -199,7 +211,7 @@ class ThreadWorkers:
             channel.end(-signal.SIGKILL)
         for thread in self._threads:
             thread.join(JOIN_S)
-        self._sockets.settle(2 * FORM_TIMEOUT_S)
+        self._sockets.settle(2 * self._network.meet_timeout_s)
         # A collective that gloo never signals ends by its time-out, and a destructor that waits for it right after. The
         # process must not end before: Python would end that thread inside of C++, which then aborts the process.
         await_buried(self._job.train.timeout_s + JOIN_S)

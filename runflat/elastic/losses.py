@@ -141,9 +141,11 @@ def initial(state: State) -> list[Device]:
 def check_started(turn: Turn) -> None:
     """Make the first plan when every process that still starts is up."""
     state = turn.state
-    starting = initial(state)
-    if state.stage is not Stage.START or not all(device.hello for device in starting):
+    # From the last one on: processes come up about in the order in which they were started, and this is asked often.
+    coming = (state.devices[name] for name in reversed(state.standing(Standing.STARTING)))
+    if state.stage is not Stage.START or any(device.awaited and not device.hello for device in coming):
         return
+    starting = initial(state)
     if any(device.killed_at is not None for device in starting):
         return
     for device in starting:
@@ -160,14 +162,15 @@ def on_hello(turn: Turn, name: str) -> None:
 
 def on_selftested(turn: Turn, name: str, message: SelfTested) -> None:
     """A newcomer has tested itself."""
-    if turn.state.devices[name].standing is not Standing.STARTING:
+    device = turn.state.devices[name]
+    if device.standing is not Standing.STARTING:
         return
     if not message.ok:
         kill(turn, name, f"self-test failed: {message.text}")
-    elif turn.state.devices[name] not in initial(turn.state) or turn.state.stage is not Stage.START:
+    elif not device.awaited or turn.state.stage is not Stage.START:
         turn.device(name, standing=Standing.STANDBY)
         turn.do(Note(Event(event=EventKind.RETURN, device=name, time_s=turn.now)))
-        back = "ready" if name in turn.state.planner.spares and not turn.state.devices[name].incarnation else "back"
+        back = "ready" if name in turn.state.planner.spares and not device.incarnation else "back"
         turn.say(f"{name} is {back}: tested, waits to join")
 
 

@@ -51,7 +51,11 @@ class Meter:
             before.devices.standings is after.devices.standings
             and before.stage is after.stage
             and self._loads(before) == self._loads(after)
-            and (after.stage is not Stage.FORM or before.all_in(before.formed) == after.all_in(after.formed))
+            and (
+                after.stage is not Stage.FORM
+                or before.formed is after.formed
+                or before.all_in(before.formed) == after.all_in(after.formed)
+            )
         )
 
     def _charge(self) -> None:
@@ -60,13 +64,14 @@ class Meter:
         self._state, self._passed_s = None, 0.0
         if state is None:
             return
+        has_formed = state.stage is Stage.FORM and state.all_in(state.formed)
         for device in state.devices.values():
-            category = self._category(state, device)
+            category = self._category(state, device, has_formed)
             self._ledger.charge(category, passed_s)
             if category is Category.PRODUCTIVE:
                 self._open[device.name] = self._open.get(device.name, 0.0) + passed_s
 
-    def _category(self, state: State, device: Device) -> Category:
+    def _category(self, state: State, device: Device, has_formed: bool) -> Category:
         if device.standing in (Standing.LOST, Standing.OUT):
             return Category.FAILED
         if device.standing in (Standing.STANDBY, Standing.PARKED):
@@ -80,7 +85,7 @@ class Meter:
         if device.standing is Standing.STARTING:
             return Category.IDLE if device.healthy else Category.FAILED
         if state.stage is Stage.FORM:
-            return Category.TRANSFER if state.all_in(state.formed) else Category.REFORM
+            return Category.TRANSFER if has_formed else Category.REFORM
         return Category.PRODUCTIVE if state.stage in (Stage.RUN, Stage.FINISHED) else Category.REFORM
 
     @staticmethod

@@ -17,7 +17,7 @@ from runflat.cluster.events import Event, event_to_json
 from runflat.elastic.agree import agree
 from runflat.elastic.copies import Copies
 from runflat.elastic.duties import Duties, every
-from runflat.elastic.formation import Address, Formation, drop
+from runflat.elastic.formation import FORM_PER_DEVICE_S, PATIENCE, Address, Formation, drop
 from runflat.elastic.inbox import Channel, Inbox
 from runflat.elastic.inject import Striker
 from runflat.elastic.inspection import Inspection
@@ -37,8 +37,6 @@ from runflat.train.engine import Engine
 from runflat.train.job import Job, timeline_of, worker_device
 from runflat.train.step import Scalars, StepResult
 
-FORM_TIMEOUT_S = 5.0
-
 
 class Session:
     """One worker process (or thread, in tests)."""
@@ -53,11 +51,12 @@ class Session:
         returning: bool = False,
         sockets: GroupSockets | None = None,
         suffer: Callable[[Event, Path, Engine], None] = suffer,
+        network: Network = PATIENCE,
     ):
         """`store` is where the process groups meet; `index` numbers the workers of this machine.
 
         `returning`: the device has been here before, or is a spare: it tests itself before it may join. `sockets` are
-        those of this process's groups where several sessions share it, `suffer` is what injected events do to it.
+        those of a process that sessions share, `suffer` is what injected events do, `network` has time-outs of forming.
         """
         self.returning = returning
         self.job = job
@@ -70,9 +69,10 @@ class Session:
         self.interrupt = Interrupt()
         device = worker_device(index, job.emulated is not None)
         timeline = timeline_of(job, device_id, device)
-        self.network = Network(
+        self.network = replace(
+            network,
             timeout_s=job.train.timeout_s,
-            form_timeout_s=FORM_TIMEOUT_S,
+            form_timeout_s=network.form_timeout_s + job.tp_full * job.replicas * FORM_PER_DEVICE_S,
             interrupt=self.interrupt,
             waiting=self.presence.waits,
             waited=self.presence.waited,

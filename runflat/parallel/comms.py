@@ -79,14 +79,15 @@ class Interrupt:
 class Network:
     """How groups connect: `interface_address` to listen on, `timeout_s` after which a collective counts as lost.
 
-    `form_timeout_s` bounds the forming of one group; `backend`, called with (group name, rank, size), stands in for
-    gloo and NCCL (a fake network, in tests); `interrupt` ends waits from another thread; `waiting` is told what a
-    thread waits for once that takes longer than a slice, and None when it is over; `waited` the seconds of each wait
-    on the host; `made` each backend of NCCL as it is made, with its generation.
+    `meet_timeout_s` bounds the wait for all members of a group, `form_timeout_s` its forming then; `backend`, called
+    with (group name, rank, size), stands in for gloo and NCCL (a fake network, in tests); `interrupt` ends waits from
+    another thread; `waiting` is told what a thread waits for once that takes longer than a slice, and None when it is
+    over; `waited` the seconds of each wait on the host; `made` each backend of NCCL as it is made, with its generation.
     """
 
     interface_address: str = "127.0.0.1"
     timeout_s: float = 60.0
+    meet_timeout_s: float = 30.0
     form_timeout_s: float = 30.0
     recorder: Recorder | None = None
     backend: Callable[[str, int, int], Any] | None = None
@@ -138,7 +139,7 @@ class Group:
             # gloo begins only when all are here: its own time-out is short, and must not count for who comes late.
             store.set(f"here/{self.rank}", "")
             here = [f"here/{member}" for member in range(self.size)]
-            store.wait(here, timedelta(seconds=network.form_timeout_s))
+            store.wait(here, timedelta(seconds=network.meet_timeout_s))
             if self._device.type == "cpu":
                 return gloo.create(
                     store,

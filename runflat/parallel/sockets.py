@@ -10,6 +10,7 @@ import os
 import socket
 import stat
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -148,8 +149,10 @@ class SharedSockets:
         self.host = LOOPBACK
         self.exempt: set[int] = set()
         self._number = number
-        self._forming = 0
+        self._forming: Counter[int] = Counter()
         self._changed = threading.Condition()
+        self._scanning = threading.Lock()
+        self._is_shut: set[int] = set()
 
     def address(self, generation: int) -> str:
         """Address on which the groups of `generation` listen."""
@@ -159,12 +162,13 @@ class SharedSockets:
     def recording(self, generation: int) -> Iterator[None]:
         """While it lasts the groups of `generation` form."""
         with self._changed:
-            self._forming += 1
+            self._forming[generation] += 1
+            self._is_shut.discard(generation)
         try:
             yield
         finally:
             with self._changed:
-                self._forming -= 1
+                self._forming[generation] -= 1
                 self._changed.notify_all()
 
     def made(self, generation: int, backend: Any) -> None:
@@ -173,11 +177,23 @@ class SharedSockets:
     def settle(self, timeout_s: float) -> None:
         """Wait until no group forms any more, at most `timeout_s`."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._forming, timeout_s)
+            self._changed.wait_for(lambda: not self._forming.total(), timeout_s)
 
     def abort(self, generation: int) -> None:
-        """Shut all connections of `generation`."""
-        address = self.address(generation)
+        """Shut all connections of `generation`.
+
+        Where none of its groups forms any more, once is enough for all ranks: each would look through the sockets of
+        all.
+        """
+        with self._scanning:
+            with self._changed:
+                if generation in self._is_shut:
+                    return
+                if not self._forming[generation]:
+                    self._is_shut.add(generation)
+            self._shut_all(self.address(generation))
+
+    def _shut_all(self, address: str) -> None:
         for descriptor, inode in open_sockets().items():
             try:
                 with _copied(descriptor) as connection:
@@ -189,7 +205,7 @@ class SharedSockets:
                 _shut(descriptor, inode)
 
     def forget(self, generation: int) -> None:
-        """Nothing is kept by generation."""
+        """Nothing is kept of it but that it was shut."""
 
 
 def cut_connections(pid: int) -> int:

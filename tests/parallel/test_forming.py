@@ -52,7 +52,7 @@ def test_a_member_may_come_late(store: TCPStore) -> None:
 def test_a_member_that_never_comes_is_named_by_the_time_out(store: TCPStore) -> None:
     """Catches a wait without an end for a member that does not come."""
     with pytest.raises(CommsError, match="a group of 2 devices did not form"):
-        Group(7, "pair", MEMBERS, (0, 0), store, Network(form_timeout_s=0.5))
+        Group(7, "pair", MEMBERS, (0, 0), store, Network(meet_timeout_s=0.5))
 
 
 @pytest.mark.process

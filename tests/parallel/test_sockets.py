@@ -44,3 +44,20 @@ def test_a_number_that_became_a_file_costs_no_descriptor(monkeypatch: pytest.Mon
         before = os.listdir("/proc/self/fd")
         SharedSockets(1).abort(0)
         assert os.listdir("/proc/self/fd") == before
+
+
+def test_ranks_that_share_sockets_look_through_them_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a loss among n ranks of a process that costs n looks, and one that misses what formed meanwhile."""
+    looks: list[int] = []
+    monkeypatch.setattr("runflat.parallel.sockets.open_sockets", lambda: looks.append(1) or {})
+    sockets = SharedSockets(1)
+    for _ in range(3):
+        sockets.abort(4)
+    assert len(looks) == 1
+    with sockets.recording(4):
+        sockets.abort(4)
+        sockets.abort(4)
+    assert len(looks) == 3
+    for _ in range(2):
+        sockets.abort(4)
+    assert len(looks) == 4
