@@ -11,7 +11,7 @@ REFERENCE_DATA := $(strip $(REFERENCE_DATA))
 INSTALLED := $(VENV)/.installed
 PYTEST := $(VENV)/bin/python -m pytest $(if $(REFERENCE_DATA),--reference-data="$(REFERENCE_DATA)") $(PYTEST_FLAGS)
 
-.PHONY: demo test check bench soak
+.PHONY: demo test check bench soak gpu
 
 demo: $(INSTALLED)
 	$(VENV)/bin/runflat demo --run runs/demo
@@ -33,6 +33,9 @@ bench: $(INSTALLED)
 
 soak: $(INSTALLED)
 	$(PYTEST) -m soak --timeout=0
+
+gpu: $(INSTALLED)
+	$(VENV)/bin/python benchmarks/gpu/check.py
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@set -e; python="$(PYTHON)"; \
