@@ -74,15 +74,23 @@ class Snapshots:
                 frames = map_json(found) if found else "{}"
                 self._now = f'"state": {json.dumps(_state(self.data))}, "map": {frames}'
                 self._now_version = self.version
-            if self._figures_version != self.version and (
-                self._clock() >= self._rests_until_s or _state(self.data) == FINISHED
-            ):
+            if self._figures_are_due():
                 began_s = self._clock()
                 self._figures = json.dumps(live_parts(run_view(self.data, "v1", has_map=False)))
                 self._figures_version = self.version
                 self._rests_until_s = self._clock() + REST * (self._clock() - began_s)
             html = "{}" if self._figures_version == figures_sent else self._figures
             return f'{{{self._now}, "html": {html}}}', self._figures_version
+
+    def owes_figures(self, figures_sent: int) -> bool:
+        """Whether a message would have figures newer than those of version `figures_sent`."""
+        with self._lock:
+            return self._figures_version != figures_sent or self._figures_are_due()
+
+    def _figures_are_due(self) -> bool:
+        return self._figures_version != self.version and (
+            self._clock() >= self._rests_until_s or _state(self.data) == FINISHED
+        )
 
 
 def _state(data: RunData) -> str:
@@ -164,7 +172,7 @@ class _Handler(BaseHTTPRequestHandler):
                 ended = self.live.ended.is_set()
                 version = self.live.snapshots.refresh()
                 text = ": \n\n"
-                if version != sent:
+                if version != sent or self.live.snapshots.owes_figures(figures_sent):
                     message, figures_sent = self.live.snapshots.message(figures_sent)
                     text = f"data: {message}\n\n"
                 sent = version
