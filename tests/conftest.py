@@ -3,6 +3,7 @@
 torch is not imported here: the pure tests must stay fast.
 """
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -35,6 +36,11 @@ def _no_network_namespace() -> str | None:
     return "unshare and ip may not make a network namespace with a virtual cable here" if probe.returncode else None
 
 
+def _no_package(name: str) -> Callable[[], str | None]:
+    """Returns a check that says so when a package is missing."""
+    return lambda: None if importlib.util.find_spec(name) else f"the package {name} is not installed"
+
+
 def _no_gpu() -> str | None:
     import torch  # only for a test that needs it anyway
 
@@ -46,6 +52,7 @@ MISSING: dict[str, Callable[[], str | None]] = {
     "needs_chromium": _no_program("chromium", "chromium-browser", "google-chrome"),
     "needs_tmux": _no_program("tmux"),
     "needs_netns": _no_network_namespace,
+    "needs_ray": _no_package("ray"),
     "gpu": _no_gpu,
 }
 

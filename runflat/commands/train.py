@@ -8,6 +8,7 @@ from pathlib import Path
 
 import tyro
 
+from runflat.commands import on_ray
 from runflat.commands.config_files import flag_rules, load_config
 from runflat.commands.training import train
 from runflat.commands.watching import FLAGS, split
@@ -20,8 +21,10 @@ runflat train [CONFIG.toml] [flags]; a flag wins over the file. With nothing giv
 of this Python's standard library.
 
 WATCHING
+
+LAUNCHER
 Example: runflat train examples/demo.toml --run runs/job --layout.dead 0:1
-""".replace("WATCHING", FLAGS + "\n")
+""".replace("WATCHING", FLAGS).replace("LAUNCHER", on_ray.FLAGS + "\n")
 
 
 def parse(argv: Sequence[str], command: str = "train", description: str = DESCRIPTION) -> TrainConfig:
@@ -75,5 +78,8 @@ def _resumed_config(run: Path) -> TrainConfig:
 
 def main(argv: list[str]) -> int:
     """Run the command; returns the exit code."""
-    watching, rest = split(argv)
+    ray, rest = on_ray.split(argv)
+    watching, rest = split(rest)
+    if ray is not None:
+        return on_ray.train_on_ray(parse(rest), ray, watching)
     return train(parse(rest), watching=watching)[0]

@@ -27,6 +27,8 @@ class Watching:
     token: str | None = None
     on_incident: str | None = None
     tensorboard: Path | None = None
+    ray: bool = False
+    """Whether this is an actor of Ray's, whose dashboard and metrics show the run too."""
 
 
 def split(argv: Sequence[str]) -> tuple[Watching, list[str]]:
@@ -106,6 +108,10 @@ def watched(watching: Watching, run: Path, say: Callable[[str], None]) -> Iterat
             from runflat.report.tensorboard import ScalarWriter
 
             stack.callback(ScalarWriter(run, watching.tensorboard, say).close)
+        if watching.ray:
+            from runflat.report.ray_metrics import RayGauges
+
+            stack.callback(RayGauges(run).close)
         if watching.page is not None:
             from runflat.elastic.requests import ask
             from runflat.report.live import LivePage

@@ -14,7 +14,7 @@ Sample = tuple[dict[str, str], float]
 def prometheus(data: RunData) -> str:
     """All metrics of a run; each begins with `runflat_` and ends with its unit."""
     out = []
-    for name, kind, words, samples in _metrics(data):
+    for name, kind, words, samples in metrics(data):
         if samples:
             out.append(f"# HELP {name} {words}\n# TYPE {name} {kind}\n")
             out += [f"{name}{_labels(labels)} {value!r}\n" for labels, value in samples]
@@ -31,7 +31,8 @@ def _escape(text: str) -> str:
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
-def _metrics(data: RunData) -> Iterator[tuple[str, str, str, list[Sample]]]:
+def metrics(data: RunData) -> Iterator[tuple[str, str, str, list[Sample]]]:
+    """(name, type, help, samples) of each metric of a run."""
     last = data.steps[-1] if data.steps else None
     yield "runflat_goodput_ratio", "gauge", "Committed over possible tokens so far.", _one(data.goodput)
     yield "runflat_step", "gauge", "Steps committed.", _one(number(data.books, "step"))
