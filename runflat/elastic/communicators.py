@@ -120,7 +120,7 @@ class Communicators:
         start_thread("nccl deadline", partial(self._watch, abort))
 
     def forget(self, generation: int) -> None:
-        """The groups of `generation` are not used any more."""
+        """The groups of `generation` are over. They would stay for ever (pytorch#129868, pytorch#40400)."""
         with self._changed:
             if generation in self._backends:
                 start_thread("nccl retire", partial(self._retire, generation))

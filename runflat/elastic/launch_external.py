@@ -190,7 +190,7 @@ class ExternalWorkers:
         if caller.version != __version__:
             self._turn_away(event.peer, f"{guest.name} is runflat {caller.version}, the controller {__version__}")
             return
-        if device is None:
+        if device is None:  # which harms nobody: it waits beside the job (nvidia-resiliency-ext#348)
             self._guests[event.peer] = guest
             self._say(f"{guest.name} is one more than the {len(self._seats.devices)} devices of this run; it waits")
             return

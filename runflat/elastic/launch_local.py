@@ -28,7 +28,10 @@ END_TIMEOUT_S = 10.0
 
 
 def open_store(host: str = LOOPBACK, port: int = 0) -> tuple[TCPStore, int]:
-    """The store at which workers meet, and its port (0: any free one); it listens at the address `host` only."""
+    """The store at which workers meet, and its port (0: any free one); it listens at the address `host` only.
+
+    It is the controller's: no rank hosts it, so that none is special (pytorch#182221, pytorch#67742).
+    """
     listener = listen(host, port)
     port = listener.getsockname()[1]
     # The store takes over the listening socket: by itself it would listen on all interfaces.

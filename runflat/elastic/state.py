@@ -42,7 +42,10 @@ SAME_MEMBERS = "same members"
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """All times and counts of the protocol. `timeout_s` is the user's one knob; it caps the waits for a step."""
+    """All times and counts of the protocol. `timeout_s` is the user's one knob; it caps the waits for a step.
+
+    Time-outs that a user has to nest by trial are a trap of their own (torchtitan#2899).
+    """
 
     timeout_s: float = 60.0
     start_s: float = 300.0

@@ -50,7 +50,10 @@ class AbortedError(RunError):
 
 
 class Interrupt:
-    """Tells waiting threads to leave: every generation below `target`. Set by one thread, seen by all."""
+    """Tells waiting threads to leave: every generation below `target`. Set by one thread, seen by all.
+
+    Without it survivors of a loss that the controller knows of would wait for their time-out (torchft#164).
+    """
 
     def __init__(self) -> None:
         """Nobody is to leave."""

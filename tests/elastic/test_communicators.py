@@ -7,7 +7,10 @@ import threading
 import pytest
 
 from runflat.check.live import until
-from runflat.elastic.communicators import Communicators, Verdict, verdict
+from runflat.elastic.communicators import ABORT_S, Communicators, Verdict, verdict
+from runflat.elastic.formation import PATIENCE
+from runflat.elastic.state import Limits
+from runflat.parallel import nccl
 
 LONG_S = 30.0
 
@@ -31,6 +34,16 @@ class Backend:
 
     def shutdown(self) -> None:
         raise AssertionError("never destroyed (pytorch#194679)")
+
+
+def test_waits_are_one_inside_the_other() -> None:
+    """Catches a limit that ends before one inside of it: the outer one would blame a device that is about to answer.
+
+    A call of NCCL in torch, the abort that needs its lock, the controller's wait for whoever leaves a generation; and
+    the wait of members for one that still aborts.
+    """
+    assert nccl.NONBLOCKING_S < ABORT_S < Limits().progress_floor_s
+    assert ABORT_S < PATIENCE.meet_timeout_s <= Limits().timeout_s
 
 
 @pytest.mark.parametrize(

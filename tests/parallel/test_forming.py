@@ -55,6 +55,14 @@ def test_a_member_that_never_comes_is_named_by_the_time_out(store: TCPStore) -> 
         Group(7, "pair", MEMBERS, (0, 0), store, Network(meet_timeout_s=0.5))
 
 
+def test_who_was_there_in_an_older_generation_does_not_count(store: TCPStore) -> None:
+    """Catches keys of an earlier life that stand for a member who is not there (pytorch#135712)."""
+    for key in ("here/1", "0/0", "0/1"):
+        store.set(f"generation6/pair/{key}", "of yesterday")
+    with pytest.raises(CommsError, match="a group of 2 devices did not form"):
+        Group(7, "pair", MEMBERS, (0, 0), store, Network(meet_timeout_s=0.3))
+
+
 @pytest.mark.process
 def test_a_member_that_dies_while_it_connects_holds_the_others_up_for_one_time_out(store: TCPStore) -> None:
     """Catches five time-outs in a row, in which no other groups can form and the job gives up."""

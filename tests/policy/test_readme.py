@@ -17,6 +17,7 @@ LINKED = (
     "docs/plan.md",
     "docs/power.md",
     "docs/limits.md",
+    "docs/peers.md",
     "docs/log.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",
