@@ -46,6 +46,12 @@ SMALL = (
     "--model.preset tiny --model.hidden-size 96 --model.num-heads 12 --model.num-kv-heads 12 --model.head-dim 8 "
     "--model.vocab-size 264 --data.seq-len 32 --train.global-batch 8 --train.lr 1e-3"
 )
+VARIANTS = {
+    "one lost": "",
+    "one lost, resharded gradients": "--sync reshard",
+    "one lost, split tokens": "--train.sequence-parallel",
+}
+"""Flags of runs that lose a device of a replica and do not take it back."""
 LARGER = (
     "--model.preset tiny --model.num-layers 8 --model.hidden-size 1024 --model.num-heads 16 --model.num-kv-heads 16 "
     "--model.head-dim 64 --model.ffn-size 4096 --model.vocab-size 264 --data.seq-len 1024 --train.global-batch 16"
@@ -106,6 +112,11 @@ def trainings(num_gpus: int) -> list[Training]:
         name = f"{2 * tp} GPUs"
         found += [
             Training(name, split, like="CPU, float32", bound=1e-3),
+            *(
+                Training(f"{name}, {what}", f"{split} {flags}", events=events[:1], like="CPU, float32", bound=1e-3)
+                for what, flags in VARIANTS.items()
+                if tp > 1
+            ),
             Training(
                 f"{name}, one lost and taken back",
                 f"{split} --train.steps {RETURN_STEPS} --train.schedule constant --train.digest-every 10",
@@ -176,6 +187,8 @@ def judge(
         wrong.append(f"{len(result['stopped_s'])} incidents, {len(killed)} faults")
     if result["joined"] != returned:
         wrong.append(f"{result['joined']} came back, not {returned}")
+    if "--profile" in training.flags and not result["device_spans"]:
+        wrong.append("its profile has nothing of what the device did")
     rows += [(f"{name}: training stood, s", f"{seconds:.2f}", "") for seconds in result["stopped_s"]]
     if training.like is not None:
         other = results[training.like]
@@ -265,9 +278,17 @@ def run_training(folder: Path, training: Training, limit_s: float) -> dict[str, 
         "mfu": last.get("mfu"),
         "peak_bytes": None if training.on_cpu else last.get("peak_bytes"),
         "stopped_s": [incident["stopped_s"] for incident in summary["incidents"]],
+        "device_spans": device_spans(run / "profile" / "trace.json"),
         "joined": [device for change in summary["changes"] for device in change["joined"]],
         "wall_s": summary["wall_s"],
     }
+
+
+def device_spans(trace: Path) -> int | None:
+    """Spans of what the device did in a profile; None where there is no profile."""
+    if not trace.exists():
+        return None
+    return sum(event.get("cat") == "device" for event in json.loads(trace.read_text())["traceEvents"])
 
 
 def gpu_facts() -> dict[str, Any]:

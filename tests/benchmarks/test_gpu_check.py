@@ -34,7 +34,7 @@ def good(training: Any, limit_s: float) -> dict[str, Any]:
     events = training.events
     stopped = [0.5 for event in events if event["event"] == "kill"]
     joined = [event["device"] for event in events if event["event"] == "return"]
-    return {**GOOD, "stopped_s": stopped, "joined": joined}
+    return {**GOOD, "device_spans": 9, "stopped_s": stopped, "joined": joined}
 
 
 def checked(module: ModuleType, out: Path, *, num_gpus: int = 1, tests: Any = None, training: Any = good) -> list[str]:
@@ -85,6 +85,7 @@ def test_a_test_that_did_not_pass_is_named(gpu_check: ModuleType, tmp_path: Path
     ("name", "change", "said"),
     [
         ("bfloat16", {"losses": [5.0, 4.2]}, "its losses differ by 5.0e-02 from those of 'CPU, float32'"),
+        ("float32", {"device_spans": 0}, "its profile has nothing of what the device did"),
         ("float32", {"losses": [5.0]}, "its losses differ by inf"),
         ("float32", {"losses": [5.0, float("nan")]}, "its losses differ by inf"),
         ("process killed, a spare takes over", {"stopped_s": []}, "0 incidents, 1 faults"),
