@@ -101,12 +101,18 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 class Command:
     """A `runflat` command in a process group of its own, of which nothing outlives the `with` block."""
 
-    def __init__(self, arguments: Sequence[str], log: Path, environment: Mapping[str, str] | None = None):
-        """Start it; its output goes to `log`."""
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        log: Path,
+        environment: Mapping[str, str] | None = None,
+        prefix: Sequence[str] = (),
+    ):
+        """Start it, by the words of `prefix` where it is to run somewhere else; its output goes to `log`."""
         self._log = log
         with log.open("w") as file:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "runflat.cli", *arguments],
+                [*prefix, sys.executable, "-m", "runflat.cli", *arguments],
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 env=None if environment is None else dict(environment),

@@ -7,6 +7,7 @@ over in a domain can only serve as a spare inside that domain. Group g is stage 
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
 from runflat.errors import ConfigError, TraceError
@@ -132,3 +133,23 @@ class Topology:
             return None
         domain, group = divmod(replica * self.pp + stage, self.groups_per_domain)
         return domain * self.domain_size + group * self.tp_full + offset
+
+
+def seats_by_rank(tp_full: int, dp: int, num_spares: int, domain_size: int) -> tuple[str | None, ...]:
+    """The device that each rank drives where ranks fill domains of ``domain_size``, so that no replica spans two.
+
+    What is left over in a domain is a spare, as are the ranks after the last replica; None where there are enough.
+
+    Raises:
+        ConfigError: a replica is larger than a domain.
+    """
+    topology = Topology(tp_full=tp_full, dp=dp, domain_size=domain_size)
+    spares = deque(f"s{number}" for number in range(num_spares))
+    found: list[str | None] = []
+    for rank in range(topology.num_devices):
+        name = topology.device_id(rank)
+        found.append(name if ":" in name else spares.popleft() if spares else None)
+    found += spares
+    while found[-1] is None:
+        found.pop()
+    return tuple(found)

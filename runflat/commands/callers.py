@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from runflat.cluster.topology import seats_by_rank
 from runflat.commands import network
 from runflat.commands.network import ControllerNetwork
 from runflat.config import TrainConfig
@@ -31,6 +32,18 @@ def with_whole_paths(config: TrainConfig, run: Path) -> TrainConfig:
     )
 
 
+def by_rank(config: TrainConfig, domain_size: int | None) -> tuple[str | None, ...]:
+    """The device that each rank drives: replica after replica, then spares; packed into domains of a known size.
+
+    Raises:
+        ConfigError: a replica is larger than a domain.
+    """
+    layout = config.layout
+    if domain_size is None:
+        return (*layout.places, *config.spare_devices)
+    return seats_by_rank(layout.tp, layout.replicas, config.spares, domain_size)
+
+
 def launcher(
     config: TrainConfig, flags: ControllerNetwork, run: Path, how: str
 ) -> Callable[[Job, Callable[[str], None]], Workers]:
@@ -51,9 +64,9 @@ def launcher(
                 f"cannot listen at {flags.host}: {error}. Give another address or port with --listen or --store-port."
             ) from error
         told = network.announce(run, door.endpoint)
-        devices = (*config.layout.places, *config.spare_devices)
-        say(f"controller: {told} (store: port {store[1]}), waiting for {len(devices)} workers\n{how}")
-        workers = ExternalWorkers(job, door, store, Seats(devices, flags.domains, flags.may_span), say)
+        seats = Seats(by_rank(config, flags.domain_size), flags.domains, flags.may_span)
+        say(f"controller: {told} (store: port {store[1]}), waiting for {len(seats.devices)} workers\n{how}")
+        workers = ExternalWorkers(job, door, store, seats, say)
         try:
             workers.gather(flags.wait_s)
         except BaseException:  # also an interrupt: those who have come are told

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from runflat.commands import network, watching
-from runflat.commands.callers import launcher, with_whole_paths
+from runflat.commands.callers import by_rank, launcher, with_whole_paths
 from runflat.commands.network import FLAGS, ControllerNetwork
 from runflat.commands.prepare import run_folder
 from runflat.commands.train import parse
@@ -27,7 +27,7 @@ def main(argv: list[str]) -> int:
     config, flags, looking = parse_controller(argv)
     run = run_folder(config).resolve()
     config = with_whole_paths(config, run)
-    how = f"start each by: RANK=0..{len(config.layout.places) + config.spares - 1} runflat worker --run {run}"
+    how = f"start each by: RANK=0..{len(by_rank(config, flags.domain_size)) - 1} runflat worker --run {run}"
     return train(config, watching=looking, launch=launcher(config, flags, run, how))[0]
 
 

@@ -25,7 +25,8 @@ FLAGS = """Network: --listen HOST[:PORT] (an address, a host name or an interfac
 free port); --store-port PORT, at which process groups meet; --token-file FILE with the secret that workers must share
 (or RUNFLAT_TOKEN_FILE, or RUNFLAT_TOKEN, in the environment; default: RUN/token, made if need be); --wait-s SECONDS for
 all workers to call (600), then training starts with those that did. A node is a domain, and no replica spans domains:
---topology FILE names larger ones ({"rack1": ["node1", "node2"]}), --span-domains allows it."""
+--topology FILE names larger ones ({"rack1": ["node1", "node2"]}), --span-domains allows it. Ranks fill replica after
+replica, then spares; with --domain-size N those of each N ranks that are too few for a replica are spares too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,7 @@ class ControllerNetwork:
     wait_s: float = WAIT_S
     domains: Mapping[str, str]
     may_span: bool = False
+    domain_size: int | None = None
 
 
 def split(argv: Sequence[str]) -> tuple[ControllerNetwork, list[str]]:
@@ -47,12 +49,15 @@ def split(argv: Sequence[str]) -> tuple[ControllerNetwork, list[str]]:
     Raises:
         ConfigError: a flag has no value, or one that makes no sense.
     """
-    names = ("--listen", "--store-port", "--token-file", "--wait-s", "--topology")
+    names = ("--listen", "--store-port", "--token-file", "--wait-s", "--topology", "--domain-size")
     found, rest = take_flags(argv, names, ("--span-domains",))
     listen = parse_endpoint(found.get("--listen", "127.0.0.1"), "--listen", 0)
     wait_s = found.get("--wait-s", str(WAIT_S))
     if not (wait_s.isascii() and wait_s.replace(".", "", 1).isdigit()):
         raise ConfigError(f"--wait-s is {wait_s!r}; it is a number of seconds, such as 600.")
+    size = found.get("--domain-size")
+    if size is not None and not (size.isascii() and size.isdigit() and int(size)):
+        raise ConfigError(f"--domain-size is {size!r}; it is the number of devices of a node, such as 8.")
     token_file, topology = found.get("--token-file"), found.get("--topology")
     return ControllerNetwork(
         host=local_address(listen.host, "--listen"),
@@ -62,6 +67,7 @@ def split(argv: Sequence[str]) -> tuple[ControllerNetwork, list[str]]:
         wait_s=float(wait_s),
         domains=read_domains(Path(topology)) if topology else {},
         may_span="--span-domains" in found,
+        domain_size=int(size) if size else None,
     ), rest
 
 

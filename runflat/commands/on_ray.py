@@ -70,6 +70,8 @@ def split(argv: Sequence[str]) -> tuple[RayFlags | None, list[str]]:
     flags, rest = network.split(rest)
     if flags.domains:
         raise ConfigError("--topology is not for --launcher ray, where a node is a domain; --span-domains allows more.")
+    if flags.domain_size is not None:
+        raise ConfigError("--domain-size is not for --launcher ray, which gives each replica a node by itself.")
     needs = found.get("--per-device")
     return RayFlags(
         network=flags,

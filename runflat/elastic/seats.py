@@ -12,18 +12,23 @@ from runflat.errors import ConfigError
 
 @dataclass(frozen=True)
 class Seats:
-    """Rank r drives `devices[r]`: the slots of replica 0, of replica 1, ..., then the spares.
+    """Rank r drives `by_rank[r]` (None: nothing): the slots of replica 0, of replica 1, ..., then the spares.
 
     `domains` gives the domain of a node, where that is not the node itself. With `may_span` domains do not matter.
     """
 
-    devices: tuple[str, ...]
+    by_rank: tuple[str | None, ...]
     domains: Mapping[str, str] = field(default_factory=dict)
     may_span: bool = False
 
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """All devices of the job, in the order of their ranks."""
+        return tuple(device for device in self.by_rank if device is not None)
+
     def device(self, rank: int) -> str | None:
         """The device of a rank; None for one more than the job has."""
-        return self.devices[rank] if rank < len(self.devices) else None
+        return self.by_rank[rank] if rank < len(self.by_rank) else None
 
     def domain(self, node: str) -> str:
         """The domain of a node."""

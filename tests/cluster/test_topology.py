@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from runflat.cluster.events import Event, EventKind
 from runflat.cluster.health import Health
-from runflat.cluster.topology import Topology
+from runflat.cluster.topology import Topology, seats_by_rank
 from runflat.errors import ConfigError, TraceError
 
 
@@ -55,3 +55,15 @@ def test_health_follows_events() -> None:
     assert down.after(Event(event=EventKind.RETURN, device="0:1", step=3)) == health
     assert health.after(Event(event=EventKind.FLAKE, device="0:0", peer="0:1", step=1)) == health
     assert not health.is_live("9:9")
+
+
+def test_ranks_are_packed_into_domains() -> None:
+    """Catches a replica that two nodes share, what is left over on a node and is no spare, and spares counted twice."""
+    assert seats_by_rank(4, 2, 2, 4) == (*(f"{r}:{slot}" for r in range(2) for slot in range(4)), "s0", "s1")
+    assert seats_by_rank(3, 3, 4, 8) == (
+        *("0:0", "0:1", "0:2", "1:0", "1:1", "1:2", "s0", "s1"),
+        *("2:0", "2:1", "2:2", "s2", "s3"),
+    )
+    assert seats_by_rank(3, 3, 1, 8)[6:] == ("s0", None, "2:0", "2:1", "2:2")
+    with pytest.raises(ConfigError, match="exceeds the domain of 4"):
+        seats_by_rank(8, 2, 0, 4)

@@ -22,13 +22,13 @@ def test_flags_of_the_network_are_taken_and_the_rest_is_left(tmp_path: Path) -> 
     topology = tmp_path / "topology.json"
     topology.write_text(json.dumps({"rack": ["n0"]}))
     argv = f"--listen lo:29500 --layout.tp 2 --store-port=29501 --span-domains --wait-s 1.5 --topology {topology}"
-    flags, rest = split(argv.split())
+    flags, rest = split([*argv.split(), "--domain-size", "8"])
     assert rest == ["--layout.tp", "2"]
     assert (flags.host, flags.port, flags.store_port, flags.wait_s) == ("127.0.0.1", 29500, 29501, 1.5)
-    assert flags.may_span
+    assert (flags.may_span, flags.domain_size) == (True, 8)
     assert flags.domains == {"n0": "rack"}
     assert split([])[0].host == "127.0.0.1", "nothing listens elsewhere unless asked"
-    for bad in ("--store-port 70000", "--wait-s soon", "--listen nowhere.invalid:1", "--listen"):
+    for bad in ("--store-port 70000", "--wait-s soon", "--listen nowhere.invalid:1", "--listen", "--domain-size 0"):
         with pytest.raises(ConfigError, match=bad.split()[0]):
             split(bad.split())
 

@@ -46,3 +46,10 @@ def test_domains_come_from_a_file(tmp_path: Path) -> None:
             read_domains(path)
     with pytest.raises(ConfigError, match="cannot be read"):
         read_domains(tmp_path / "none")
+
+
+def test_a_rank_without_a_device_is_one_too_many() -> None:
+    """Catches a rank left over on a node that is waited for, or takes the device of the next one."""
+    seats = Seats(("0:0", None, "1:0"))
+    assert seats.devices == ("0:0", "1:0")
+    assert [seats.device(rank) for rank in range(4)] == ["0:0", None, "1:0", None]
