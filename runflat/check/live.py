@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import signal
@@ -167,14 +168,31 @@ def footprint(pid: int) -> Footprint:
         num_threads=len(list(Path(f"/proc/{pid}/task").iterdir())),
         num_sockets=len(sockets),
         resident_bytes=int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES,
-        num_ports=len(_listening() & set(sockets)),
+        num_ports=len(_listening().keys() & set(sockets)),
     )
 
 
-def _listening() -> set[str]:
-    """Sockets of this machine that listen, as descriptors name them."""
+def _listening() -> dict[str, tuple[str, int]]:
+    """(address, port) of the sockets of this machine that listen, by what descriptors name them."""
     rows = [row.split() for kind in ("tcp", "tcp6") for row in Path(f"/proc/net/{kind}").read_text().splitlines()[1:]]
-    return {f"socket:[{row[9]}]" for row in rows if row[3] == LISTENING}
+    return {f"socket:[{row[9]}]": _address(row[1]) for row in rows if row[3] == LISTENING}
+
+
+def _address(text: str) -> tuple[str, int]:
+    """(address, port) as /proc/net/tcp has it: words in this machine's order."""
+    host, _, port = text.partition(":")
+    words = [int(host[start : start + 8], 16) for start in range(0, len(host), 8)]
+    packed = b"".join(word.to_bytes(4, sys.byteorder) for word in words)
+    return str(ipaddress.ip_address(packed)), int(port, 16)
+
+
+def listening(pid: int) -> set[tuple[str, int]]:
+    """(address, port) of all TCP sockets on which a process of this machine listens."""
+    known, found = _listening(), set()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # it was closed meanwhile
+            found.add(os.readlink(entry))
+    return {known[name] for name in found if name in known}
 
 
 def session_processes(session: int) -> list[int]:

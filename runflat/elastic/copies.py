@@ -13,7 +13,7 @@ import secrets
 import socket
 import threading
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -23,7 +23,7 @@ from torch.distributed import TCPStore
 
 from runflat.elastic.formation import Address
 from runflat.elastic.frames import Connection, Copy, FeedError, Hello, inode, payload_tensors
-from runflat.elastic.listener import Listener, admit, introduce
+from runflat.elastic.listener import Listener, introduce
 from runflat.elastic.side_thread import start_thread
 from runflat.errors import RunError
 from runflat.parallel.move import TENSORS, Held, ShardState, Slab, read_state, relayout_param, slab_view
@@ -69,8 +69,11 @@ class Recalled:
 class Copies:
     """The copies that one device has, and the threads that give and take them."""
 
-    def __init__(self, engine: Engine, device_id: str, store: Address, sockets: GroupSockets):
-        """Listen for copies, and say where; `sockets` says on which address, and what an abort spares."""
+    def __init__(self, engine: Engine, device_id: str, store: Address, sockets: GroupSockets, say: Callable[..., None]):
+        """Listen for copies, and say where; `sockets` says on which address, and what an abort spares.
+
+        `say` tells the controller of strangers who were refused.
+        """
         self._engine = engine
         self._device_id = device_id
         self._exempt = sockets.exempt.add
@@ -79,11 +82,20 @@ class Copies:
         self._lock = threading.Lock()
         self._outgoing: queue.Queue[Kept] = queue.Queue()
         self._void = (0, -1)
-        self._token = secrets.token_hex(16)
+        token = secrets.token_hex(16)
         self._store = TCPStore(store[0], store[1], is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
-        self._listener = Listener("copies in", self._serve, HELLO_S, host=sockets.host, exempt=self._exempt)
+        self._listener = Listener(
+            "copies",
+            token,
+            self._serve,
+            hello_s=HELLO_S,
+            timeout_s=TIMEOUT_S,
+            host=sockets.host,
+            exempt=self._exempt,
+            log=lambda text: say("remark", text=text),
+        )
         host, port = self._listener.address
-        self._store.set(f"copies/{device_id}", f"{host} {port} {self._token}")
+        self._store.set(f"copies/{device_id}", f"{host} {port} {token}")
         self._closed = False
         start_thread("copies out", self._give)
 
@@ -200,12 +212,11 @@ class Copies:
 
     # ---- taking
 
-    def _serve(self, connection: Connection) -> None:
+    def _serve(self, connection: Connection, source: str) -> None:
         with contextlib.suppress(RunError):  # a copy that did not come whole is none
-            self._take(connection)
+            self._take(connection, source)
 
-    def _take(self, connection: Connection) -> None:
-        source = admit(connection, self._token, TIMEOUT_S)
+    def _take(self, connection: Connection, source: str) -> None:
         frame, payload = connection.receive()
         if not isinstance(frame, Copy):
             raise FeedError(f"{source} sends no copy.")

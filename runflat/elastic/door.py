@@ -16,14 +16,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from runflat.cluster.refusals import Refusals
 from runflat.elastic.endpoint import Endpoint, listen
 from runflat.elastic.proof import Doorkeeper, Frames, StrangerError, be_patient, framed
 from runflat.elastic.side_thread import start_thread
 
-NOTE_EVERY_S = 10.0
-MAX_ADDRESSES = 64
-"""Addresses whose refusals are counted apart."""
-OTHERS = "other addresses"
 READ_BYTES = 1 << 16
 JOIN_S = 5.0
 LONGEST_WAIT_S = 1.0
@@ -72,35 +69,6 @@ class DoorLimits:
     hello_s: float = 5.0
     max_waiting: int = 64
     max_unsent_bytes: int = 1 << 28
-
-
-class Refusals:
-    """Counts who was turned away, and says so in few lines: the first at once, then a sum every `NOTE_EVERY_S`."""
-
-    def __init__(self) -> None:
-        """Nobody yet."""
-        self._counts: dict[str, tuple[int, str]] = {}
-        self._noted_at: dict[str, float] = {}
-
-    def add(self, address: str, reason: str) -> None:
-        """One more from `address`."""
-        known = address in self._counts or address in self._noted_at
-        if not known and len(self._counts.keys() | self._noted_at.keys()) >= MAX_ADDRESSES:
-            address = OTHERS
-        self._counts[address] = (self._counts.get(address, (0, ""))[0] + 1, reason)
-
-    def due(self, now: float, *, all_of_them: bool = False) -> list[str]:
-        """Lines that are due."""
-        for address in [a for a, at in self._noted_at.items() if now - at >= NOTE_EVERY_S and a not in self._counts]:
-            del self._noted_at[address]
-        due = [a for a in self._counts if all_of_them or now - self._noted_at.get(a, -NOTE_EVERY_S) >= NOTE_EVERY_S]
-        lines = []
-        for address in due:
-            count, reason = self._counts.pop(address)
-            self._noted_at[address] = now
-            calls = "a call" if count == 1 else f"{count} calls"
-            lines.append(f"refused {calls} from {address}: {reason}")
-        return lines
 
 
 @dataclass(eq=False)

@@ -98,7 +98,14 @@ class Newcomer:
         self._engine = engine
         self._held = self.plan.replica(place[0]).held(engine.spec.kinds, place[1])
         target = Target(engine.spec, self._held, engine.settings, engine.dtype, engine.device)
-        self._receiver = Receiver(target, order.token, self._on_fed, host=sockets.host, exempt=sockets.exempt.add)
+        self._receiver = Receiver(
+            target,
+            order.token,
+            self._on_fed,
+            host=sockets.host,
+            log=lambda text: say("remark", text=text),
+            exempt=sockets.exempt.add,
+        )
         self._say = say
         say("listening", generation=order.generation, address=list(self._receiver.address))
 

@@ -261,6 +261,13 @@ class Struck(_Said):
     event: dict[str, Any]
 
 
+class Remark(_Said):
+    """A line for the log of the run."""
+
+    type: Literal["remark"] = "remark"
+    text: str = Field(max_length=500)
+
+
 class Exited(_Said):
     """Added by the launcher when everything that a process sent has been read: it has ended with `code`.
 
@@ -307,6 +314,7 @@ Message = (
     | Done
     | Failed
     | Struck
+    | Remark
     | Exited
     | Back
 )

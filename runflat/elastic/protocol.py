@@ -175,6 +175,8 @@ def _from_present(turn: Turn, name: str, message: messages.Message) -> None:
             _on_done(turn, name, message)
         case messages.Struck():
             losses.on_struck(turn, name, message)
+        case messages.Remark():
+            turn.say(f"{name}: {message.text}")
         case messages.StepReport():
             turn.set(progress_at=turn.now)
             pace.on_step(turn, message)

@@ -24,7 +24,7 @@ from runflat.elastic.frames import (
     SlabKey,
     payload_tensors,
 )
-from runflat.elastic.listener import Listener, admit
+from runflat.elastic.listener import Listener
 from runflat.elastic.pieces import check_pieces
 from runflat.errors import RunError
 from runflat.parallel.move import TENSORS, Held, ShardState, Slab, params_by_name, relayout, slab_shape
@@ -79,23 +79,30 @@ class Receiver:
                 it must be short.
             host: address to listen on.
             limits: deadlines and sizes.
-            log: takes lines for people.
+            log: takes lines for people, of those who were refused.
             exempt: called with the inode of each socket that is opened.
         """
         self.limits = limits or FeedLimits()
         self.received_bytes = 0
         self._target = target
         self._params = params_by_name(target.spec)
-        self._token = token
         self._on_fed = on_fed
-        self._log = log
         self._change = threading.Condition()
         self._pieces: dict[Slab, _Held] = {}
         self._ended: dict[str, str] = {}
         self._complete = False
         self._fed = NOWHERE
         self._closed = False
-        self._listener = Listener("feeds", self._serve, self.limits.hello_s, host=host, exempt=exempt)
+        self._listener = Listener(
+            "feeds",
+            token,
+            self._serve,
+            hello_s=self.limits.hello_s,
+            timeout_s=self.limits.timeout_s,
+            host=host,
+            exempt=exempt,
+            log=log,
+        )
         self.address = self._listener.address
 
     # ---- the newcomer's thread
@@ -183,22 +190,16 @@ class Receiver:
 
     # ---- a source's thread
 
-    def _serve(self, connection: Connection) -> None:
-        source = None
+    def _serve(self, connection: Connection, source: str) -> None:
         reason = "an error of the receiver"
         try:
-            source = admit(connection, self._token, self.limits.timeout_s)
             self._take(connection, source)
         except RunError as error:
             reason = str(error)
         finally:
             with self._change:
-                if source is not None:
-                    self._ended[source] = reason
+                self._ended[source] = reason
                 self._change.notify_all()
-            if not self._closed:
-                what = "refused a stranger" if source is None else f"the feed of {source} has ended"
-                self._log(f"{what}: {reason}")
 
     def _take(self, connection: Connection, source: str) -> None:
         """Take frames until the connection ends, which is always with a FeedError."""

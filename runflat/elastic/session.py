@@ -87,7 +87,7 @@ class Session:
         self.plan: Plan | None = None
         self.resume: Resume | None = None
         self.prospects = Prospects(self.engine, device_id, self._form, self.say, self.sockets)
-        self.copies = Copies(self.engine, device_id, store, self.sockets) if job.train.memory_every else None
+        self.copies = Copies(self.engine, device_id, store, self.sockets, self.say) if job.train.memory_every else None
         self.healed = False
         self.last: Scalars | None = None
         self.stop_at: int | None = None

@@ -10,12 +10,15 @@ import threading
 from collections.abc import Callable, Iterator
 
 import pytest
+from pydantic import ConfigDict
 
 from runflat.check.live import footprint, until
-from runflat.elastic.door import NOTE_EVERY_S, Came, Door, DoorLimits, Heard, Noted, Refusals, Said, Went
+from runflat.elastic.door import Came, Door, DoorLimits, Heard, Noted, Said, Went
 from runflat.elastic.endpoint import Endpoint
-from runflat.elastic.listener import MAX_SERVED, Listener
+from runflat.elastic.frames import Alive, Connection, FeedError, Hello
+from runflat.elastic.listener import MAX_STRANGERS, Listener, introduce
 from runflat.elastic.messages import parse_message
+from runflat.elastic.orders import Wire
 from runflat.elastic.proof import CHALLENGE_BYTES, HEAD_BYTES, MAGIC, StrangerError, call, framed
 from runflat.errors import RunError
 
@@ -171,39 +174,74 @@ def test_a_thousand_connections(visited: Visited) -> None:
     assert len(visited.noted().splitlines()) <= 3
 
 
-def test_refusals_are_counted_and_summed() -> None:
-    """Catches a log that strangers can fill, one that says nothing, and a table that grows with addresses."""
-    refusals = Refusals()
-    for _ in range(3):
-        refusals.add("10.0.0.1", "why")
-    assert refusals.due(0.0) == ["refused 3 calls from 10.0.0.1: why"]
-    for _ in range(997):
-        refusals.add("10.0.0.1", "why")
-    assert refusals.due(NOTE_EVERY_S - 1) == []
-    refusals.add("10.0.0.2", "another reason")
-    assert refusals.due(NOTE_EVERY_S - 1) == ["refused a call from 10.0.0.2: another reason"]
-    assert refusals.due(NOTE_EVERY_S) == ["refused 997 calls from 10.0.0.1: why"]
-    for number in range(1000):
-        refusals.add(f"10.1.{number // 250}.{number % 250}", "many")
-    lines = refusals.due(2 * NOTE_EVERY_S)
-    assert len(lines) <= 65
-    assert any("other addresses" in line for line in lines)
-    refusals.add("10.0.0.1", "at the end")
-    assert refusals.due(2 * NOTE_EVERY_S + 1, all_of_them=True) == ["refused a call from 10.0.0.1: at the end"]
+@pytest.fixture
+def log() -> list[str]:
+    """Returns the lines for people."""
+    return []
 
 
-def test_a_workers_listener_serves_no_more_than_its_share() -> None:
-    """Catches strangers who make a worker start a thread for each of a thousand connections."""
-    hold = threading.Event()
-    listener = Listener("tested", lambda connection: hold.wait(WAIT_S), WAIT_S)
-    before = threading.active_count()
+@pytest.fixture(params=["127.0.0.1", "::1"])
+def listener(request: pytest.FixtureRequest, log: list[str]) -> Iterator[Listener]:
+    """Returns a worker's listener, which answers each frame of a friend with the same."""
+
+    def echo(connection: Connection, source: str) -> None:
+        with contextlib.suppress(FeedError):  # it has hung up
+            while True:
+                connection.send(connection.receive()[0])
+
+    made = Listener("tested", TOKEN, echo, hello_s=0.2, timeout_s=WAIT_S, host=request.param, log=log.append)
+    yield made
+    made.close()
+
+
+def is_served(listener: Listener) -> None:
+    """Has somebody with the token call a worker's listener and be answered."""
+    connected = socket.create_connection(listener.address, WAIT_S)
+    friend = Connection(connected, "the listener", WAIT_S)
+    introduce(friend, Hello(source="1:0", token=TOKEN), WAIT_S)
+    friend.send(Alive())
+    assert friend.receive()[0] == Alive()
+    friend.close()
+
+
+def test_a_workers_listener_serves_a_friend_among_strangers(listener: Listener, log: list[str]) -> None:
+    """Catches strangers who make a worker start a thread for each, keep a friend out, or fill the log."""
+    before = footprint(os.getpid())
     with contextlib.ExitStack() as stack:
-        for _ in range(MAX_SERVED + 50):
-            last = stack.enter_context(knock(Endpoint(*listener.address)))
-        assert read_to_end(last) == b""
-        assert threading.active_count() - before <= MAX_SERVED
-        hold.set()
+        for number in range(300):
+            stranger = stack.enter_context(socket.create_connection(listener.address, WAIT_S))
+            with contextlib.suppress(OSError):  # it may have been turned away already
+                stranger.sendall((b"", b"GET / HTTP/1.1\r\n\r\n", b"\0" * 5000)[number % 3])
+            if number % 2:
+                stranger.close()
+            if number % 50 == 0:
+                assert footprint(os.getpid()).num_threads - before.num_threads <= MAX_STRANGERS + 1
+            if number == 150:
+                is_served(listener)
+        is_served(listener)
     listener.close()
+    assert 0 < len(log) <= 4
+    assert all(line.startswith("tested: refused ") for line in log)
+    told = sum(1 if " a call " in line else int(line.split()[2]) for line in log)
+    assert told == 300
+
+
+def test_a_strangers_words_in_the_log(listener: Listener, log: list[str]) -> None:
+    """Catches a stranger who writes lines of his own, or a screen full of them, into the log."""
+    with socket.create_connection(listener.address, WAIT_S) as stranger:
+        connection = Connection(stranger, "the listener", WAIT_S)
+        connection.send(Told(**{"type": "hello", "source": "1:0", "token": "x", "\n\x1b[2Jall is well" * 100: "x"}))
+        assert read_to_end(stranger) == b""
+    listener.close()
+    (line,) = log
+    assert line.isprintable()
+    assert len(line) < 300
+
+
+class Told(Wire):
+    """A frame that says what it was told to."""
+
+    model_config = ConfigDict(extra="allow")
 
 
 def test_json_that_nests_without_end() -> None:
