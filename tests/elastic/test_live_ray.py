@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -96,6 +97,11 @@ class Job:
         stat = Path(f"/proc/{self.watch.pid(device)}/stat").read_text()
         return int(stat.rpartition(")")[2].split()[1])
 
+    def controller(self) -> int:
+        """Returns the process of the controller's actor, which Ray writes before its lines."""
+        (pid,) = set(re.findall(r"runflat controller pid=(\d+)", self.driver.output()))
+        return int(pid)
+
     def node(self, group: str) -> str:
         """Returns the beginning of the id of the node where a group was placed last."""
         lines = [line for line in self.driver.output().splitlines() if line.startswith(f"ray: {group}: placed on ")]
@@ -140,6 +146,36 @@ def test_an_actor_a_node_and_a_new_node(live: Any, nodes: Nodes, stack: contextl
 def test_nodes_of_four(live: Any, nodes: Nodes, stack: contextlib.ExitStack) -> None:
     """Catches what goes wrong with more devices per node only."""
     check_losses(live, nodes, stack, tp=4)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_the_controller_is_lost(live: Any, nodes: Nodes, stack: contextlib.ExitStack) -> None:
+    """Catches a job that ends with its controller's actor, or goes on from another state than the one it left."""
+    nodes.add(num_cpus=2)
+    layout = "--layout.replicas 2"
+    job = Job(live, nodes, f"{layout} {EXACT} {PACED}", stack)
+    job.until_state("active", "0:0", "1:0")
+    job.go_on()
+    os.kill(job.controller(), signal.SIGKILL)
+    job.until("another controller", lambda: "another one resumes" in job.driver.output())
+    job.go_on()
+    assert job.degrees() == [1, 1]
+    job.end()
+    check_result(live, job, layout)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_the_command_is_lost(live: Any, nodes: Nodes, stack: contextlib.ExitStack) -> None:
+    """Catches actors and workers that hold their devices when nobody is there who could end them."""
+    nodes.add(num_cpus=2)
+    job = Job(live, nodes, f"--layout.replicas 2 {EXACT} {PACED}", stack)
+    job.until_state("active", "0:0", "1:0")
+    job.go_on()
+    processes = [job.controller(), *(pid for name in ("0:0", "1:0") for pid in (job.actor(name), job.watch.pid(name)))]
+    job.driver.process.kill()
+    until("the end of all that it started", lambda: not any(is_alive(pid) for pid in processes), PATIENCE_S)
 
 
 def check_losses(live: Any, nodes: Nodes, stack: contextlib.ExitStack, tp: int) -> None:
