@@ -6,6 +6,7 @@ import json
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
@@ -54,6 +55,11 @@ class PlanArgs:
     """Between the split layers each device of a replica has a part of the tokens."""
     json: bool = False
     """Print one JSON object instead of tables."""
+    domain_size: int | None = None
+    """Devices of a domain, such as a machine, which may go as a whole: says what goes with it. Replicas are packed into
+    domains; None: nobody knows."""
+    topology: Path | None = None
+    """Instead: a JSON file with the devices or whole replicas of each domain, {"node1": ["0", "1"], "node2": ["2"]}."""
 
 
 @dataclass(frozen=True)

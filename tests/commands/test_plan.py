@@ -12,7 +12,18 @@ from runflat.cli import run
 from runflat.plan.plan import plan_from_json
 
 ISSUE = ["--tp", "8", "--replicas", "4", "--dead", "1:3", "--dead", "2:0", "--dead", "2:5"]
-KEYS = {"model", "layout", "plan", "replicas", "devices", "transfers", "sync_groups", "sync_modes", "replicated"}
+KEYS = {
+    "model",
+    "layout",
+    "plan",
+    "replicas",
+    "devices",
+    "transfers",
+    "sync_groups",
+    "sync_modes",
+    "replicated",
+    "domains",
+}
 
 
 def plan(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
