@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from runflat.cli import run as runflat
+from runflat.commands.callers import by_rank
+from runflat.commands.controller import parse_controller
 from runflat.commands.network import announce, controller_token, find_controller, read_token, split
 from runflat.commands.worker import number
 from runflat.elastic.endpoint import Endpoint
@@ -81,3 +83,11 @@ def test_the_rank_comes_from_a_flag_or_the_environment(
         monkeypatch.delenv(name, raising=False)
     assert runflat(["worker", "--controller", "127.0.0.1:7"]) == 2
     assert "give --rank" in capsys.readouterr().err
+
+
+def test_ranks_are_packed_where_the_size_of_a_node_is_told() -> None:
+    """Catches a flag that nobody heeds: the third replica on two nodes."""
+    layout = "--layout.tp 3 --layout.replicas 3 --spares 2 --on-failure spare,ntp,drop"
+    config, flags, _ = parse_controller([*layout.split(), "--domain-size", "8"])
+    assert by_rank(config, None)[6:9] == ("2:0", "2:1", "2:2")
+    assert by_rank(config, flags.domain_size)[6:11] == ("s0", "s1", "2:0", "2:1", "2:2")
