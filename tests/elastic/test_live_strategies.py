@@ -117,7 +117,12 @@ def test_restart(live: Any, whole: Watch, kept: str, action: str, done_again: in
 
 def test_capped(live: Any, whole: Watch) -> None:
     """Catches steps below the target, and a pause that is not booked, loses a step, or does not end at a return."""
-    ran = live.train("capped", f"{LAYOUT} {EXACT} {PACED} --rule capped", [LOSS, RETURN | {"step": 3}])
+
+    def give_back(watch: Watch) -> None:
+        until("a pause", lambda: "paused" in str(watch.job().get("waiting")))
+        assert runflat(["device", str(watch.run), "1:1", "return"]) == 0
+
+    ran = live.train("capped", f"{LAYOUT} {EXACT} {PACED} --rule capped", [LOSS], alongside=give_back)
     assert (ran.code, ran.error) == (0, None)
     check_same(ran.watch, whole)
     assert {tuple(share.values()) for share in shares(ran.watch)} == {(4, 4)}
