@@ -235,6 +235,9 @@ class TrainSection(Section):
     sync: Annotated[Sync, tyro.conf.arg(aliases=("--sync",))] = "direct"
     """How replicas of different degree sum gradients: direct (each unit among its holders) or reshard (inside each
     replica to the layout of the most reduced one, then one to one: no path between other devices is needed)."""
+    optimizer: Literal["replicated", "zero1"] = "replicated"
+    """Who keeps AdamW's moments of a unit: each of its holders, or zero1: one owner, and one mirror in another replica
+    (less memory per device, the same bytes sent)."""
     memory_every: int = Field(default=10, ge=0)
     """Steps between copies of each shard in another device's memory; 0 keeps none."""
     digest_every: int = Field(default=0, ge=0)
@@ -248,6 +251,15 @@ class TrainSection(Section):
     def end(self) -> int:
         """The step after which training is over."""
         return min(self.steps, self.stop_after or self.steps)
+
+    @model_validator(mode="after")
+    def _sync_fits(self) -> TrainSection:
+        if self.optimizer == "zero1" and self.sync != "direct":
+            raise ValueError(
+                f"train.optimizer is zero1 and train.sync is {self.sync}, with which the holders of a unit do not sum "
+                f"its gradient themselves; use train.sync direct"
+            )
+        return self
 
     @model_validator(mode="after")
     def _schedule_fits(self) -> TrainSection:

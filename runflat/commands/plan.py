@@ -7,10 +7,8 @@ import math
 
 import tyro
 
-from runflat.commands.plan_domains import device_domains, domains_json, show_domains, with_domains
 from runflat.commands.plan_report import PlanArgs, as_json, report
 from runflat.errors import ConfigError
-from runflat.plan.blast import blast_radii
 from runflat.plan.planner import live_devices
 from runflat.plan.units import ModelSpec, parse_slot
 
@@ -29,25 +27,19 @@ def main(argv: list[str]) -> int:
         PlanArgs, args=argv, prog="runflat plan", description=DESCRIPTION, config=(tyro.conf.FlagCreatePairsOff,)
     )
     _check(args)
-    domains = device_domains(args.tp, args.replicas, args.domain_size, args.topology)
     live = live_devices(args.tp, args.replicas, map(parse_slot, args.dead))
     spec, longest = _read_model(args)
     found = report(args, spec, args.seq_len or min(LONGEST_DEFAULT, longest), live)
-    plan = with_domains(found.plan, domains)
-    blasts = blast_radii(spec, plan)
     if args.json:
-        print(json.dumps({**as_json(found), "domains": domains_json(blasts, found.element_bytes)}))
+        print(json.dumps(as_json(found)))
     else:
         from runflat.commands.plan_tables import show
 
         show(found)
-        show_domains(plan, blasts)
     return 0
 
 
 def _check(args: PlanArgs) -> None:
-    if args.domain_size is not None and args.domain_size < 1:
-        raise ConfigError(f"--domain-size is {args.domain_size}, but it must be 1 or more.")
     if args.domain_size is not None and args.topology is not None:
         raise ConfigError("--domain-size and --topology both say where devices are: give one of them.")
     for name, value, least in (
@@ -55,6 +47,7 @@ def _check(args: PlanArgs) -> None:
         ("replicas", args.replicas, 1),
         ("seq-len", args.seq_len, 2),
         ("micro-batch", args.micro_batch, 1),
+        ("domain-size", args.domain_size, 1),
     ):
         if value is not None and value < least:
             raise ConfigError(f"--{name} is {value}, but it must be {least} or more.")

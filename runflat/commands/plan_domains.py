@@ -7,9 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from runflat.cluster.topology import seats_by_rank
+from runflat.commands.plan_zero import NUM_MOMENTS
 from runflat.elastic.seats import read_domains
 from runflat.errors import ConfigError
 from runflat.plan.blast import Blast
@@ -18,7 +17,6 @@ from runflat.plan.plan import Plan
 MAX_KINDS = 12
 """Kinds of domain that are told one by one."""
 MAX_NAMED = 4
-NUM_MOMENTS = 2
 
 
 def device_domains(tp: int, replicas: int, domain_size: int | None, topology: Path | None) -> Mapping[str, str]:
@@ -72,13 +70,6 @@ def domain_lines(plan: Plan, blasts: tuple[Blast, ...]) -> list[str]:
             f"A run refuses them without --span-domains."
         )
     return lines
-
-
-def show_domains(plan: Plan, blasts: tuple[Blast, ...], console: Console | None = None) -> None:
-    """Print what the loss of each domain takes; the width is the terminal's, 80 columns in a pipe."""
-    console = console or Console(highlight=False, markup=False, emoji=False)
-    for line in domain_lines(plan, blasts):
-        console.print(line)
 
 
 def _told(blast: Blast) -> str:

@@ -6,24 +6,30 @@ import json
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
+from runflat.commands.plan_domains import device_domains, domains_json, with_domains
 from runflat.commands.plan_sync import SyncReport, compare_modes, modes_json
+from runflat.commands.plan_zero import PairMove, ZeroReport, pair_moves, zero_json, zero_report
+from runflat.plan.blast import Blast, blast_radii
 from runflat.plan.cost import Memory, Traffic, device_memory, device_traffic, loads
 from runflat.plan.plan import Place, Plan
 from runflat.plan.planner import build_plan, live_devices
 from runflat.plan.sync_groups import Members, SyncLayout, holders, sync_layout
 from runflat.plan.transfers import Transfer, lost_units, transfers
 from runflat.plan.units import ModelSpec, parse_slot
+from runflat.plan.zero import OptimizerMode, Ownership, ownership
 
 ELEMENT_BYTES = {"float32": 4, "float64": 8, "bfloat16": 4}
 COMPUTE_BYTES = {**ELEMENT_BYTES, "bfloat16": 2}
 MOVED_COPIES = 3
 """Values that move with each element: the parameter and two moments."""
 SEQUENCES_PER_REPLICA = 16
+By = Literal["all_reduce", "exchange", "owners", "nothing"]
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,8 @@ class PlanArgs:
     """Keep only the inputs of layers for backward, and compute the layers again there."""
     sequence_parallel: bool = False
     """Between the split layers each device of a replica has a part of the tokens."""
+    optimizer: OptimizerMode = "replicated"
+    """Who keeps AdamW's moments: each holder of a unit, or (zero1) one owner and one mirror."""
     json: bool = False
     """Print one JSON object instead of tables."""
     domain_size: int | None = None
@@ -79,19 +87,22 @@ class DeviceReport:
 class GroupReport:
     """One sync group: its members, the units that exactly these hold, and how their gradients are summed.
 
-    `by` is all_reduce (a communicator of its own), exchange (in the all-to-all that small groups share), or nothing
-    (one member).
+    `by` is all_reduce (a communicator of its own), exchange (in the all-to-all that small groups share), owners (with
+    zero1, each piece by one member), or nothing (one member).
     """
 
     members: Members
     units: Mapping[str, tuple[int, ...]]
     num_bytes: int
-    by: Literal["all_reduce", "exchange", "nothing"]
+    by: By
 
 
 @dataclass(frozen=True)
 class Report:
-    """All that `runflat plan` knows of a layout. `moves` is None where units are lost, which nobody can send."""
+    """All that `runflat plan` knows of a layout. `moves` is None where units are lost, which nobody can send.
+
+    `zero` is there with zero1 only.
+    """
 
     args: PlanArgs
     spec: ModelSpec
@@ -100,9 +111,11 @@ class Report:
     layout: SyncLayout
     devices: tuple[DeviceReport, ...]
     groups: tuple[GroupReport, ...]
-    moves: tuple[Transfer, ...] | None
+    moves: tuple[Transfer | PairMove, ...] | None
     lost: Mapping[str, tuple[int, ...]]
     modes: tuple[SyncReport, ...]
+    zero: ZeroReport | None
+    blasts: tuple[Blast, ...]
 
     @property
     def element_bytes(self) -> int:
@@ -127,9 +140,17 @@ def report(args: PlanArgs, spec: ModelSpec, seq_len: int, live: Mapping[Place, s
     sequences = args.sequences or SEQUENCES_PER_REPLICA * args.replicas
     healthy = build_plan(spec, live_devices(args.tp, args.replicas, ()), args.tp, sequences, seq_len)
     plan = build_plan(spec, live, args.tp, sequences, seq_len, healthy, generation=1) if args.dead else healthy
+    domains = device_domains(args.tp, args.replicas, args.domain_size, args.topology)
+    healthy, plan = (with_domains(each, domains) for each in (healthy, plan))
     element_bytes = ELEMENT_BYTES[args.dtype]
     bucket_bytes = max(1, int(args.bucket_mb * 2**20))
     layout = sync_layout(spec, plan, bucket_bytes, element_bytes)
+
+    @cache
+    def ownership_of(plan: Plan) -> Ownership:
+        return ownership(spec, plan, sync_layout(spec, plan, bucket_bytes, element_bytes), dict(plan.domains))
+
+    owned = ownership_of(plan) if args.optimizer == "zero1" else None
     compute_bytes, recompute = COMPUTE_BYTES[args.dtype], args.activation_checkpointing
     how = (args.micro_batch, element_bytes, compute_bytes, recompute, args.sequence_parallel)
     devices = []
@@ -142,19 +163,38 @@ def report(args: PlanArgs, spec: ModelSpec, seq_len: int, live: Mapping[Place, s
                     place=place,
                     flops_per_sequence=flops,
                     flops_per_step=flops * replica.num_sequences,
-                    memory=device_memory(spec, replica, slot, seq_len, *how),
-                    traffic=device_traffic(spec, plan, layout, place, seq_len, *how),
+                    memory=device_memory(
+                        spec, replica, slot, seq_len, *how, owned.kept_numel(place) if owned is not None else None
+                    ),
+                    traffic=device_traffic(spec, plan, layout, place, seq_len, *how, owned),
                     num_communicators=layout.communicators(place),
                 )
             )
-    lost = lost_units(spec, healthy, plan)
-    moves = None if lost else transfers(spec, healthy, plan, MOVED_COPIES * element_bytes)
-    groups = _groups(spec, plan, layout, element_bytes)
-    modes = compare_modes(spec, plan, layout, bucket_bytes, element_bytes)
-    return Report(args, spec, seq_len, plan, layout, tuple(devices), groups, moves, lost, modes)
+    moves: tuple[Transfer | PairMove, ...]
+    if owned is None:
+        lost = lost_units(spec, healthy, plan)
+        moves = () if lost else transfers(spec, healthy, plan, MOVED_COPIES * element_bytes)
+    else:
+        moves, lost = pair_moves(spec, healthy, plan, ownership_of, element_bytes) if args.dead else ((), {})
+    return Report(
+        args=args,
+        spec=spec,
+        seq_len=seq_len,
+        plan=plan,
+        layout=layout,
+        devices=tuple(devices),
+        groups=_groups(spec, plan, layout, element_bytes, owned is not None),
+        moves=None if lost else moves,
+        lost=lost,
+        modes=compare_modes(spec, plan, layout, bucket_bytes, element_bytes),
+        zero=zero_report(owned, plan, element_bytes) if owned is not None else None,
+        blasts=blast_radii(spec, plan, owned),
+    )
 
 
-def _groups(spec: ModelSpec, plan: Plan, layout: SyncLayout, element_bytes: int) -> tuple[GroupReport, ...]:
+def _groups(
+    spec: ModelSpec, plan: Plan, layout: SyncLayout, element_bytes: int, is_owned: bool
+) -> tuple[GroupReport, ...]:
     units: dict[Members, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for kind, by_unit in holders(spec, plan).items():
         for unit, members in sorted(by_unit.items()):
@@ -164,7 +204,8 @@ def _groups(spec: ModelSpec, plan: Plan, layout: SyncLayout, element_bytes: int)
     for members in sorted(units):
         held = {kind: tuple(listed) for kind, listed in units[members].items()}
         numel = sum(spec.kind(kind).size_of(listed) * spec.rows_by_kind[kind] for kind, listed in held.items())
-        shared: Literal["all_reduce", "exchange"] = "all_reduce" if members in own else "exchange"
+        summed: By = "owners" if is_owned else "all_reduce"
+        shared: By = summed if members in own else "exchange"
         found.append(GroupReport(members, held, numel * element_bytes, shared if len(members) > 1 else "nothing"))
     return tuple(found)
 
@@ -190,6 +231,8 @@ def as_json(found: Report) -> dict[str, Any]:
             "dtype": args.dtype,
             "activation_checkpointing": args.activation_checkpointing,
             "sequence_parallel": args.sequence_parallel,
+            "domain_size": args.domain_size,
+            "topology": None if args.topology is None else str(args.topology),
         },
         "plan": json.loads(plan.to_json()),
         "replicas": _replicas_json(found),
@@ -208,7 +251,9 @@ def as_json(found: Report) -> dict[str, Any]:
             }
             for group in found.groups
         ],
+        "domains": domains_json(found.blasts, found.element_bytes),
         "sync_modes": modes_json(found.modes),
+        "optimizer": zero_json(found.zero, plan),
         "replicated": {
             "num_params": len(found.layout.replicated),
             "bytes": found.layout.replicated_numel * found.element_bytes,

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from runflat.commands.plan_report import MOVED_COPIES, DeviceReport, GroupReport, Report
+from runflat.commands.plan_domains import domain_lines
+from runflat.commands.plan_report import MOVED_COPIES, By, DeviceReport, GroupReport, Report
 from runflat.commands.plan_sync import mode_cells
+from runflat.commands.plan_zero import fallback_lines
 from runflat.plan.assignment import base_assignment
 from runflat.plan.plan import Place, ReplicaPlan
 from runflat.plan.sync_groups import MAX_COMMUNICATORS
@@ -47,10 +49,11 @@ def show(found: Report, console: Console | None = None) -> None:
         console.print(f"{len(replicas) - MAX_DETAILED} more kinds of replica: --json lists every assignment.\n")
     for line in _transfer_lines(found):
         console.print(line)
-    for table in (_memory_table(found), _traffic_table(found), _modes_table(found), _sync_table(found)):
+    modes = [] if found.zero else [_modes_table(found)]
+    for table in (_memory_table(found), _traffic_table(found), *modes, _sync_table(found)):
         console.print(table)
         console.print()
-    for line in _sync_lines(found):
+    for line in (*_sync_lines(found), *domain_lines(found.plan, found.blasts)):
         console.print(line)
 
 
@@ -123,7 +126,7 @@ def _head(found: Report) -> list[str]:
         f"layout: {args.replicas} x TP {args.tp}, {len(plan.places)} of {full} devices"
         + (f"; dead: {place_list(dead)}" if dead else ""),
         f"step: {plan.num_sequences} sequences of {found.seq_len} tokens, micro-batches of up to {args.micro_batch}, "
-        f"{args.dtype}",
+        f"{args.dtype}" + (", moments on owner and mirror (zero1)" if found.zero else ""),
     ]
     gone = sorted(set(range(args.replicas)) - {replica.replica for replica in plan.replicas})
     if gone:
@@ -203,14 +206,18 @@ def _transfer_lines(found: Report) -> list[str]:
         return ["To move: nothing, no slot is dead.", ""]
     if found.moves is None:
         units = "; ".join(f"{LABELS.get(kind, kind)} {number_list(units)}" for kind, units in found.lost.items())
-        return [f"To move: no live device holds {units}. Their state must come from a checkpoint.", ""]
+        whose = " with all of their optimizer state" if found.zero else ""
+        return [f"To move: no live device holds {units}{whose}. Their state must come from a checkpoint.", ""]
     received: dict[str, int] = defaultdict(int)
     for move in found.moves:
         received[move.target] += move.num_bytes
     total = sum(received.values())
+    what = f"{MOVED_COPIES} values per element: parameter and two moments"
+    if found.zero:
+        what = "parameters, and moments that have other keepers now"
     return [
-        f"To move from the plan without dead slots to this one: {_mib(total)} MiB ({MOVED_COPIES} values per element: "
-        f"parameter and two moments) in {len(found.moves)} transfers to {len(received)} devices, at most "
+        f"To move from the plan without dead slots to this one: {_mib(total)} MiB ({what}) in "
+        f"{len(found.moves)} transfers to {len(received)} devices, at most "
         f"{_mib(max(received.values(), default=0))} MiB to one.",
         "",
     ]
@@ -232,16 +239,19 @@ def _memory_table(found: Report) -> Table:
 
 
 def _traffic_table(found: Report) -> Table:
-    columns = ("devices", "comms", "launches", "TP", "sync", "replicated", "total")
+    weights = ["weights"] if found.zero else []
+    columns = ("devices", "comms", "launches", "TP", "sync", "replicated", *weights, "total")
     table = _table("MiB sent per device and step", *columns)
 
     def cells(device: DeviceReport) -> tuple[str, ...]:
         traffic = device.traffic
-        sizes = (traffic.tp_bytes, traffic.sync_bytes, traffic.replicated_bytes, traffic.total_bytes)
+        gathered = [traffic.gathered_bytes] if found.zero else []
+        sizes = (traffic.tp_bytes, traffic.sync_bytes, traffic.replicated_bytes, *gathered, traffic.total_bytes)
         return (str(device.num_communicators), f"{traffic.num_collectives:,}", *map(_mib, sizes))
 
     devices = sorted(found.devices, key=lambda device: -device.traffic.total_bytes)
     table.caption = "comms: communicators, with those of all devices and of the replica; launches: collectives"
+    table.caption += "; weights: updated ones, from owners to the other holders" if found.zero else ""
     return _fill(table, devices, cells)
 
 
@@ -287,9 +297,9 @@ def _sync_table(found: Report) -> Table:
 
 
 def _sync_lines(found: Report) -> list[str]:
-    num = {by: sum(group.by == by for group in found.groups) for by in ("all_reduce", "exchange", "nothing")}
+    num = {by: sum(group.by == by for group in found.groups) for by in get_args(By)}
     lines = [
-        f"{num['all_reduce']} sync groups with a communicator of their own; "
+        f"{num['all_reduce'] + num['owners']} sync groups with a communicator of their own; "
         f"{len(found.layout.replicated)} replicated parameters "
         f"({_mib(found.layout.replicated_numel * found.element_bytes)} MiB) in one bucket over all devices."
     ]
@@ -300,4 +310,4 @@ def _sync_lines(found: Report) -> list[str]:
         )
     if num["nothing"]:
         lines.append(f"{num['nothing']} groups have one member and exchange nothing.")
-    return lines
+    return lines + (fallback_lines(found.zero, _mib) if found.zero else [])

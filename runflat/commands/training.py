@@ -8,10 +8,12 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from runflat.commands.boosting import calibration_setting, power_setting
 from runflat.commands.origin import origin
+from runflat.commands.plan_zero import opening_lines
 from runflat.commands.prepare import Prepared, claimed, prepare, run_folder, tokenizer_of, write_config
 from runflat.commands.progress import ProgressView, ReadingView
 from runflat.commands.watching import Watching, watched
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     Launch = Callable[[Job, Callable[[str], None]], Workers]
 
 INTERRUPTED = 130
+MEBI = 2**20
 NO_GOODPUT = "workers share this machine's cores, so that they run faster when others die; use emulated devices"
 
 
@@ -71,11 +74,25 @@ def _describe(prepared: Prepared, view: ProgressView) -> None:
     view.say(
         f"model: {prepared.spec.name}, {prepared.spec.num_params / 1e6:.2f} M parameters, {config.train.dtype}\n"
         f"data: {prepared.corpus.source if prepared.corpus else 'brought by the loop'}\n{_learnt(prepared)}"
-        f"plan: {len(plan.places)} workers ({replicas})\n"
+        f"plan: {len(plan.places)} workers ({replicas})\n{_sharded(prepared)}"
         f"run: {prepared.run}"
     )
     if prepared.checkpoint:
         view.say(f"resuming at step {prepared.checkpoint.progress.step} from {prepared.checkpoint.folder}")
+
+
+def _sharded(prepared: Prepared) -> str:
+    """The lines that say who keeps what of the optimizer's state, where not every holder does."""
+    from runflat.train.job import job_ownership, state_dtype
+
+    job = prepared.job
+    if job.train.optimizer != "zero1":
+        return ""
+    owned = job_ownership(job, prepared.spec, prepared.plan)
+    lines = opening_lines(
+        owned, prepared.plan, state_dtype(job.train.dtype).itemsize, lambda size: f"{size / MEBI:.4g}"
+    )
+    return "".join(f"{line}\n" for line in lines)
 
 
 def _learnt(prepared: Prepared) -> str:
@@ -131,7 +148,7 @@ def _controller(prepared: Prepared, view: ProgressView, walk: Walk | None) -> Co
     from runflat.elastic.state import Limits
     from runflat.parallel.optimizer import learning_rate
     from runflat.train.data import sample_hash
-    from runflat.train.job import optimizer_settings, state_dtype
+    from runflat.train.job import job_ownership, optimizer_settings, state_dtype
 
     config, corpus = prepared.config, prepared.corpus
     settings = optimizer_settings(config.train)
@@ -146,6 +163,7 @@ def _controller(prepared: Prepared, view: ProgressView, walk: Walk | None) -> Co
         spares=config.spare_devices,
         rule=BatchRule(config.rule),
         cap=config.cap,
+        ownership=partial(job_ownership, prepared.job, prepared.spec) if config.train.optimizer == "zero1" else None,
     )
     steered = calibration_setting if walk else power_setting
     power = steered(config, planner.devices, prepared.run)
@@ -203,14 +221,15 @@ def _peak_flops(config: TrainConfig) -> float | None:
 def _declared_step_s(prepared: Prepared, plan: Plan) -> float | None:
     """Seconds that a step of emulated devices takes under `plan`; None for real ones."""
     from runflat.train.emulate import step_seconds
-    from runflat.train.job import job_layout
+    from runflat.train.job import job_layout, job_ownership
 
     job = prepared.job
     if job.emulated is None:
         return None
     layout = job_layout(job, prepared.spec, plan)
+    owned = job_ownership(job, prepared.spec, plan) if job.train.optimizer == "zero1" else None
     return max(
-        step_seconds(job.emulated, prepared.spec, plan, layout, place, job.seq_len, job.train.micro_batch)
+        step_seconds(job.emulated, prepared.spec, plan, layout, place, job.seq_len, job.train.micro_batch, owned)
         for place in plan.places
     )
 

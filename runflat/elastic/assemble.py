@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,15 @@ from runflat.elastic.protocol import first_state
 from runflat.elastic.state import Limits
 from runflat.plan.batch import BatchRule
 from runflat.plan.plan import Plan, plan_from_json
+from runflat.plan.sharded_state import Keeping, ShardedState
 from runflat.plan.strategies import Chain, JobFacts, parse_chain
 from runflat.plan.units import ModelSpec
 from runflat.train.checkpoint import Checkpoint, Progress
 
 STATE_TENSORS = 3
 """Tensors that move with a unit: weight and two moments."""
+KEPT_OWNERSHIPS = 8
+"""Plans of which the controller remembers who keeps what."""
 
 
 def layout_planner(
@@ -40,8 +44,12 @@ def layout_planner(
     spares: Sequence[str] = (),
     rule: BatchRule = BatchRule.CONSTANT,
     cap: int | None = None,
+    ownership: Callable[[Plan], Keeping] | None = None,
 ) -> Planner:
-    """The planner of a job of `replicas` times `tp` devices and `num_sequences` sequences a step."""
+    """The planner of a job of `replicas` times `tp` devices and `num_sequences` sequences a step.
+
+    `ownership` says who keeps which optimizer state under a plan, where it is sharded.
+    """
     placement = tuple(((r, slot), f"{r}:{slot}") for r in range(replicas) for slot in range(tp))
     return Planner(
         spec=spec,
@@ -51,6 +59,7 @@ def layout_planner(
         bytes_per_element=STATE_TENSORS * element_bytes,
         chain=parse_chain(chain) if isinstance(chain, str) else chain,
         spares=tuple(spares),
+        sharded=ShardedState(spec, element_bytes, lru_cache(KEPT_OWNERSHIPS)(ownership)) if ownership else None,
     )
 
 

@@ -26,7 +26,7 @@ from runflat.elastic.frames import Connection, Copy, FeedError, Hello, inode, pa
 from runflat.elastic.listener import Listener, introduce
 from runflat.elastic.side_thread import start_thread
 from runflat.errors import RunError
-from runflat.parallel.move import TENSORS, Held, ShardState, Slab, read_state, relayout_param, slab_view
+from runflat.parallel.move import TENSORS, Held, ShardState, Slab, relayout_param, slab_view
 from runflat.parallel.move_pieces import Layout
 from runflat.parallel.sockets import GroupSockets
 from runflat.parallel.staging import host_copy
@@ -104,7 +104,7 @@ class Copies:
     def snapshot(self, plan: Plan) -> None:
         """Keep this device's state as of now, and have a copy brought to its buddy."""
         engine = self._engine
-        state = read_state(engine.params, engine.optimizer)
+        state = engine.state()
         tensors = {
             kind: {name: host_copy(tensor) for name, tensor in named.items()} for kind, named in state.tensors.items()
         }
@@ -176,8 +176,12 @@ class Copies:
 
     def _layout(self, plan: Plan, device: str) -> Layout:
         """How the state of `device` lies under `plan`."""
-        held = plan.held(self._engine.spec.kinds, device)
-        return Layout.alike(self._engine.spec, held)
+        engine = self._engine
+        held = plan.held(engine.spec.kinds, device)
+        place = plan.place(device)
+        if not engine.zero1 or place is None:
+            return Layout.alike(engine.spec, held)
+        return Layout(held, engine.ownership(plan).kept(place))
 
     def close(self) -> None:
         """Listen no more."""

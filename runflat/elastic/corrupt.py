@@ -29,15 +29,13 @@ def corrupt(engine: Engine, target: str, seed: int) -> None:
         (lr,) = struct.unpack("<d", struct.pack("<q", bits ^ 1 << chance.randrange(_MANTISSA_BITS)))
         engine.settings = replace(engine.settings, lr=lr)
         return
-    params = [param for param in engine.params.values() if param.numel()]
-    param = chance.choice(params)
-    if target == "moment":
-        moments = engine.optimizer.state.get(param)
-        if not moments:
-            raise RunError("a moment was to be corrupted before the first step was applied: there are none yet.")
-        flip_bit(moments[chance.choice(("exp_avg", "exp_avg_sq"))], chance)
-    else:
-        flip_bit(param, chance)
+    state = engine.state()
+    if target == "moment" and not state.optimizer_step:
+        raise RunError("a moment was to be corrupted before the first step was applied: there are none yet.")
+    there = state.tensors["exp_avg" if target == "moment" else "weight"]
+    name = chance.choice([name for name, tensor in there.items() if tensor.numel()])
+    kind = chance.choice(("exp_avg", "exp_avg_sq")) if target == "moment" else "weight"
+    flip_bit(state.tensors[kind][name], chance)
 
 
 def flip_bit(tensor: torch.Tensor, chance: random.Random) -> None:

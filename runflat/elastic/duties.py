@@ -10,6 +10,7 @@ from typing import Any
 from runflat.elastic.saver import Save, Saver
 from runflat.parallel.comms import Interrupt
 from runflat.train.engine import Engine, progress_json
+from runflat.train.holdout import holdout_loss
 
 Say = Callable[..., None]
 
@@ -75,7 +76,7 @@ class Duties:
             self._done[what] = key
 
     def _holdout(self) -> None:
-        loss = self._engine.holdout_loss()
+        loss = holdout_loss(self._engine)
         self._say("holdout", step=self._engine.progress.step, loss=loss)
 
     def _save(self, last: bool, check: Callable[[], object]) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
+
 from runflat.elastic.duties import every
 from runflat.elastic.heal import describe, judge
 from runflat.parallel.comms import CommsError
-from runflat.parallel.digest import compare, unit_digests, votes
-from runflat.parallel.move import read_state
+from runflat.parallel.digest import compare, piece_digests, unit_digests, votes
 from runflat.parallel.optimizer import learning_rate
 from runflat.train.engine import Engine
 
@@ -53,8 +54,7 @@ class Inspection:
         """
         engine, comms = self._engine, self._engine.comms
         assert engine.plan is not None
-        state = read_state(engine.params, engine.optimizer)
-        digests = unit_digests(engine.spec, engine.held, state.tensors, scalars(engine))
+        digests = state_digests(engine)
         differ = compare(engine.spec, digests, comms)
         if not differ:
             return
@@ -76,6 +76,15 @@ class Inspection:
         raise CommsError(f"holders of {describe(units)} do not have the same bits.")
 
 
+def state_digests(engine: Engine) -> torch.Tensor:
+    """Digests of all that this device has: where optimizer state is sharded, of weights and of the kept pieces."""
+    tensors, spec = engine.state().tensors, engine.spec
+    if not engine.zero1:
+        return unit_digests(spec, engine.held, tensors, scalars(engine))
+    weights = unit_digests(spec, engine.held, {"weight": tensors["weight"]}, scalars(engine))
+    return torch.cat([weights, piece_digests(spec, engine.kept, engine.kept_state(), weights.device)])
+
+
 def scalars(engine: Engine) -> list[float]:
     """Numbers that must be the same on all devices: progress, learning rate, optimizer settings, step counts."""
     progress, settings = engine.progress, engine.settings
@@ -83,5 +92,5 @@ def scalars(engine: Engine) -> list[float]:
     numbers += [learning_rate(settings, progress.step), settings.lr, settings.clip_norm or 0.0]
     for group in engine.optimizer.param_groups:
         numbers += [*group["betas"], group["eps"], group["weight_decay"]]
-    counts = [float(state["step"]) for param in engine.params.values() if (state := engine.optimizer.state.get(param))]
+    counts = [float(state["step"]) for state in engine.optimizer.state.values()]
     return [*numbers, min(counts, default=0.0), max(counts, default=0.0)]

@@ -15,7 +15,7 @@ from runflat.errors import RunError
 from runflat.parallel.comms import CommsError
 from runflat.parallel.move import replicated_slabs, unit_slabs
 from runflat.parallel.sockets import GroupSockets
-from runflat.plan.plan import Plan, plan_from_wire
+from runflat.plan.plan import Place, Plan, plan_from_wire
 from runflat.train.engine import Engine
 from runflat.train.step import StepResult
 
@@ -86,15 +86,21 @@ class Feeds:
             self.stop(target)
 
 
+def own_place(plan: Plan, device: str) -> Place:
+    """Where `device` is in `plan`, which was sent to it; RunError if it is not there."""
+    place = plan.place(device)
+    if place is None:
+        raise RunError(f"{device} got a plan of generation {plan.generation} that has no place for it.")
+    return place
+
+
 class Newcomer:
     """A device that is being fed: its plan to come, and what it has received."""
 
     def __init__(self, engine: Engine, device_id: str, order: Receive, say: Callable[..., None], sockets: GroupSockets):
         """Listen for the sources of `order.plan`."""
         self.plan: Plan = plan_from_wire(order.plan)
-        place = self.plan.place(device_id)
-        if place is None:
-            raise RunError(f"{device_id} is to receive a plan that has no place for it.")
+        place = own_place(self.plan, device_id)
         self._engine = engine
         self._held = self.plan.replica(place[0]).held(engine.spec.kinds, place[1])
         target = Target(engine.spec, self._held, engine.settings, engine.dtype, engine.device)

@@ -15,26 +15,25 @@ from typing import Any
 
 from runflat.cluster.events import Event, event_to_json
 from runflat.elastic.agree import agree
+from runflat.elastic.bringing import bring
 from runflat.elastic.copies import Copies
 from runflat.elastic.duties import Duties, every
 from runflat.elastic.formation import FORM_PER_DEVICE_S, PATIENCE, Address, Formation, drop
 from runflat.elastic.inbox import Channel, Inbox
 from runflat.elastic.inject import Striker
 from runflat.elastic.inspection import Inspection
-from runflat.elastic.joining import self_test
+from runflat.elastic.joining import own_place, self_test
 from runflat.elastic.orders import Abort, Exit, Go, Order, PlanOrder, Receive, Resume, Switch
 from runflat.elastic.presence import Heart, Presence
 from runflat.elastic.prospects import ORDERS, Prospects
 from runflat.elastic.stepping import Step
 from runflat.elastic.strike import announce_pid, suffer
-from runflat.errors import RunError
 from runflat.parallel.comms import AbortedError, CommsError, Interrupt, Network
-from runflat.parallel.move import NOTHING, Change, execute_transfers, read_state
 from runflat.parallel.sockets import GroupSockets, Sockets
-from runflat.plan.plan import Place, Plan, plan_from_wire
-from runflat.plan.transfers import Transfer
+from runflat.plan.plan import Plan, plan_from_wire
 from runflat.train.engine import Engine
 from runflat.train.job import Job, timeline_of, worker_device
+from runflat.train.room import memory_short
 from runflat.train.step import Scalars, StepResult
 
 
@@ -84,6 +83,7 @@ class Session:
         self.inspection = Inspection(self.engine, self.say)
         self.duties = Duties(self.engine, self.say, self._phase, self.inspection.before_save, self.interrupt)
         self.base: Plan | None = None
+        self.recalled: Plan | None = None
         self.plan: Plan | None = None
         self.resume: Resume | None = None
         self.prospects = Prospects(self.engine, device_id, self._form, self.say, self.sockets)
@@ -203,6 +203,7 @@ class Session:
             committed=engine.progress.step,
             complete=engine.final is not None,
             holds=self.base.generation if self.base else -1,
+            gathered=engine.gathered,
             scalars=self.last.to_list() if self.last else None,
             memory=self.copies.listing() if self.copies else [],
         )
@@ -212,8 +213,8 @@ class Session:
     def _take_plan(self, order: PlanOrder) -> None:
         """Bring the state to where the plan starts, then report ready."""
         plan, resume, engine = plan_from_wire(order.plan), order.resume, self.engine
-        place = self._place(plan)
-        short = engine.memory_short(plan, place)
+        place = own_place(plan, self.device_id)
+        short = memory_short(engine, plan, place)
         if short is not None:
             self.say("lowmem", generation=plan.generation, need_bytes=short[0], free_bytes=short[1])
             return
@@ -222,6 +223,7 @@ class Session:
         self.plan, self.resume, self.stop_at = plan, resume, resume.committed if resume.stop else self.stop_at
         self.presence.generation = plan.generation
         self.healed = self.device_id in resume.healed
+        self.recalled = None
         if resume.back or self.healed:
             engine.restore_settings()
         if self.copies is not None and (resume.back or resume.healed):
@@ -234,9 +236,10 @@ class Session:
             self.duties.excuse(plan.generation)
         elif resume.action == "memory":
             self._recall(resume.committed)
-        elif resume.action == "forward" and engine.progress.step == resume.committed - 1:
+        elif resume.action == "forward" and self.base and engine.progress.step == resume.committed - 1:
             assert resume.scalars is not None
-            self.commit(Scalars(*resume.scalars))
+            self._apply(Scalars(*resume.scalars))
+            self._keep_copy()
         engine.final = None
         self._phase("barrier")
         self._lap("barrier")
@@ -245,17 +248,11 @@ class Session:
     def _recall(self, step: int) -> None:
         """Go back to what there is in memory of `step`: this device's own state, and copies of others."""
         found = self.copies.combined(step) if self.copies else None
-        self.base = None
+        self.base = None  # what it has now is no shard of any plan: it must not be asked for it
         if found is not None:
-            self.base, self.engine.progress = found.plan, found.progress
-            self.engine.adopt(self.base.held(self.engine.spec.kinds, self.device_id), found.state)
+            self.recalled, self.engine.progress = found.plan, found.progress
+            self.engine.adopt(found.plan.held(self.engine.spec.kinds, self.device_id), found.state, found.layout.kept)
             self.presence.committed = step
-
-    def _place(self, plan: Plan) -> Place:
-        place = plan.place(self.device_id)
-        if place is None:
-            raise RunError(f"{self.device_id} got a plan of generation {plan.generation} that has no place for it.")
-        return place
 
     def _until_left(self, steps: Iterator[Step]) -> Iterator[Step]:
         """`steps`, until they end or the generation is left."""
@@ -267,11 +264,11 @@ class Session:
             self._suspect(error)
 
     def _join(self, order: Switch) -> Iterator[Step]:
-        """A newcomer that has been fed goes over to the prepared plan together with all the others."""
-        newcomer = self.prospects.newcomer
-        if newcomer is None or self.prospects.formation is None or order is not self.inbox.switch:
+        """A newcomer goes over to the prepared plan together with all the others."""
+        formation = self.prospects.formation
+        if formation is None or order is not self.inbox.switch:
             return  # of a change that was given up meanwhile
-        self.plan = newcomer.plan
+        self.plan = formation.plan
         self.presence.generation = self.plan.generation
         self._phase("join")
         self._go_over()
@@ -281,7 +278,6 @@ class Session:
         """Form the groups of the plan taken, move what must move, compare, and train until something ends it."""
         assert self.plan is not None
         assert self.resume is not None
-        moves = tuple(Transfer(**move.model_dump()) for move in self.resume.transfers)
         self._phase("form")
         formation = self._form(self.plan)
         try:
@@ -291,7 +287,7 @@ class Session:
             raise
         self._lap("form")
         self.say("formed", generation=self.plan.generation, form_s=formation.seconds)
-        num_bytes = self._enter(self.plan, comms, moves)
+        num_bytes = self._enter(self.plan, comms, self.resume)
         self.say("running", generation=self.plan.generation, bytes_moved=num_bytes, phases_s=self.times)
         yield from self._train()
 
@@ -304,30 +300,22 @@ class Session:
 
     def _form(self, plan: Plan) -> Formation:
         engine = self.engine
-        place, layout = self._place(plan), engine.layout(plan)
+        place, layout = own_place(plan, self.device_id), engine.layout(plan)
         return Formation(plan, layout, place, self.network, self.sockets, self.store, engine.device)
 
-    def _enter(self, plan: Plan, comms: Any, moves: tuple[Transfer, ...]) -> int:
-        """Move state to `plan`'s layout over its groups, compare digests; returns the bytes received."""
-        engine, place = self.engine, self._place(plan)
+    def _enter(self, plan: Plan, comms: Any, order: Resume | Switch) -> int:
+        """Move state to `plan`'s layout as `order` says, over its groups, and compare; returns the bytes received."""
+        engine, place = self.engine, own_place(plan, self.device_id)
         engine.join(comms)
         self._phase("transfer")
         healed, self.healed = self.healed, False
-        engine.progress = agree(comms, engine.progress if self.base and not healed else None)
+        engine.progress = agree(comms, engine.progress if (self.base or self.recalled) and not healed else None)
         num_bytes = 0
         if self.prospects.newcomer is not None:
             num_bytes = self.prospects.newcomer.take_over(engine.progress.step, self.network.timeout_s)
             self.base = plan
-        old = self.base or plan
-        if moves or self.base is None or self.base.generation != plan.generation:
-            change = Change(engine.spec, old, plan, moves, self.device_id, engine.dtype, engine.device)
-            state = read_state(engine.params, engine.optimizer) if self.base else NOTHING
-            if healed:
-                state = replace(state, optimizer_step=engine.progress.optimizer_step)
-            moved = execute_transfers(change, state, comms)
-            engine.adopt(plan.held(engine.spec.kinds, self.device_id), moved.state)
-            num_bytes += moved.received_bytes
-        self.base = plan
+        num_bytes += bring(engine, self.device_id, self.base or self.recalled, plan, order, comms, healed=healed)
+        self.base, self.recalled = plan, None
         self._lap("transfer")
         self._phase("digest")
         engine.enter(plan, place, comms)
@@ -368,15 +356,26 @@ class Session:
         return self.inbox.stop.is_set(), self.inbox.switch is not None
 
     def commit(self, scalars: Scalars) -> StepResult:
+        """Apply the step whose gradients are final, and get what others update; CommsError: one of them was lost."""
+        result = self._apply(scalars)
+        self.engine.gather()
+        self._keep_copy()
+        return result
+
+    def _apply(self, scalars: Scalars) -> StepResult:
         """Apply the step whose gradients are final."""
         self.last = scalars
         with self.prospects.feeds.lock:
             result = self.engine.commit(scalars)
             self.prospects.feeds.after_commit(result)
         self.presence.committed = self.engine.progress.step
-        if self.copies is not None and self.base and every(self.job.train.memory_every, self.presence.committed):
-            self.copies.snapshot(self.base)
         return result
+
+    def _keep_copy(self) -> None:
+        """Keep the state in memory, if that is due and all of it is of the last step."""
+        due = self.engine.gathered and every(self.job.train.memory_every, self.presence.committed)
+        if due and self.copies is not None and self.base:
+            self.copies.snapshot(self.base)
 
     def _go_over(self) -> None:
         """At the boundary: take up the prepared plan, or leave if it has no place for this device."""
@@ -392,9 +391,7 @@ class Session:
             self.plan = None
             return
         self.plan = formation.plan
-        comms = formation.wait()
-        moves = tuple(Transfer(**move.model_dump()) for move in order.transfers)
-        num_bytes = self._enter(formation.plan, comms, moves)
+        num_bytes = self._enter(formation.plan, formation.wait(), order)
         drop(old, self.sockets)
-        fields = {"committed": committed, "bytes_moved": num_bytes, "phases_s": self.times}
-        self.say("switched", generation=order.generation, **fields)
+        moved = {"bytes_moved": num_bytes, "phases_s": self.times}
+        self.say("switched", generation=order.generation, committed=committed, **moved)

@@ -9,13 +9,14 @@ gradient that reaches all holders alike is not seen here.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
 from runflat.parallel.comms import Comms
 from runflat.plan.plan import Place
-from runflat.plan.units import REPLICATED, ModelSpec, ParamSpec
+from runflat.plan.units import REPLICATED, Kind, ModelSpec, ParamSpec
+from runflat.plan.zero import ParamHeld
 
 SCALARS = "scalars"
 NOT_HELD = torch.iinfo(torch.int64).min
@@ -46,20 +47,73 @@ def unit_digests(
     device = next(iter(next(iter(tensors.values())).values())).device
     index = _UnitIndex(spec, held, device)
     digests = torch.zeros(index.size + 2, dtype=torch.int64, device=device)
-    longest = max(max(param.shape) for param in spec.params)
-    before, rows, after = (odd_weights(longest, salt, device) for salt in (1, 2, 3))
-    for param in spec.params:
-        units, positions, segments = index.of(param)
-        for kind, by_name in tensors.items():
-            seeds = [_seed(param.name, kind, segment) for segment in range(max(len(param.segments), 1))]
-            sums = _axis_sums(_words(by_name[param.name].detach(), param.dim or 0), before, after)
-            weights = rows[positions] * torch.tensor(seeds, device=device)[segments]
-            digests.index_add_(0, units, sums * weights)
+    _add_up(spec, tensors, index.of, digests)
     numbers = torch.tensor(list(scalars), dtype=torch.float64, device=device).view(torch.int64)
     digests[-1] = (numbers * odd_weights(len(numbers), 4, device)).sum()
     digests.clamp_(min=NOT_HELD + 1)
     digests[:-2][~index.is_held] = NOT_HELD
     return digests
+
+
+def piece_digests(
+    spec: ModelSpec, kept: ParamHeld, tensors: Mapping[str, Mapping[str, torch.Tensor]], device: torch.device
+) -> torch.Tensor:
+    """Digests of the pieces that a device keeps of sharded optimizer state, by parameter, kind and unit; int64.
+
+    To be put after `unit_digests` of the weights. Owner and mirror of a piece update it on their own, so that they must
+    agree; the weights of all other holders come from the owner and say nothing for it. `NOT_HELD` marks what the device
+    does not keep.
+
+    Args:
+        spec: the model.
+        kept: the pieces.
+        tensors: weights and moments of just these, by kind of tensor and parameter; parameters without may be missing.
+        device: where the digests are to be.
+    """
+    offsets, size = _piece_offsets(spec)
+    digests = torch.zeros(size, dtype=torch.int64, device=device)
+    is_kept = torch.zeros(size, dtype=torch.bool, device=device)
+
+    def axes(param: ParamSpec) -> _Axes:
+        held = kept.get(param.name, {})
+        if param.dim is None:
+            count = param.shape[0] if any(held.values()) else 0
+            return _joined([(torch.full((count,), offsets[param.name, REPLICATED]), torch.arange(count))], device)
+        return _joined(
+            [_axis(spec.kind(s.kind), held[s.kind], offsets[param.name, s.kind]) for s in param.segments], device
+        )
+
+    for name, kind in offsets:
+        units = torch.tensor(kept.get(name, {}).get(kind, ()), dtype=torch.int64)
+        is_kept[(units + offsets[name, kind]).to(device)] = True
+    _add_up(spec, tensors, axes, digests)
+    digests.clamp_(min=NOT_HELD + 1)
+    digests[~is_kept] = NOT_HELD
+    return digests
+
+
+_Axes = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Per index of a shard's partitioned dim: place among the digests, position in the unit, segment."""
+
+
+def _add_up(
+    spec: ModelSpec,
+    tensors: Mapping[str, Mapping[str, torch.Tensor]],
+    axes_of: Callable[[ParamSpec], _Axes],
+    digests: torch.Tensor,
+) -> None:
+    """Add the weighted bits of each tensor to the digests of its units."""
+    longest = max(max(param.shape) for param in spec.params)
+    before, rows, after = (odd_weights(longest, salt, digests.device) for salt in (1, 2, 3))
+    for param in spec.params:
+        if not any(param.name in by_name for by_name in tensors.values()):
+            continue
+        units, positions, segments = axes_of(param)
+        for kind, by_name in tensors.items():
+            seeds = [_seed(param.name, kind, segment) for segment in range(max(len(param.segments), 1))]
+            sums = _axis_sums(_words(by_name[param.name].detach(), param.dim or 0), before, after)
+            weights = rows[positions] * torch.tensor(seeds, device=digests.device)[segments]
+            digests.index_add_(0, units, sums * weights)
 
 
 def compare(spec: ModelSpec, digests: torch.Tensor, comms: Comms) -> list[tuple[str, int]]:
@@ -104,9 +158,31 @@ def votes(
 
 
 def _names(spec: ModelSpec) -> list[tuple[str, int]]:
-    """What each digest is of, in order."""
+    """What each digest is of, in order; those of kept pieces are there only where optimizer state is sharded."""
     units = [(kind.name, unit) for kind in spec.kinds for unit in range(kind.num_units)]
-    return [*units, (REPLICATED, 0), (SCALARS, 0)]
+    return [*units, (REPLICATED, 0), (SCALARS, 0), *_piece_names(spec)]
+
+
+def _piece_names(spec: ModelSpec) -> Iterator[tuple[str, int]]:
+    for param in spec.params:
+        for kind in param.kinds:
+            words = f"kept {param.name}" if kind == REPLICATED else f"kept {param.name} {kind}"
+            yield from ((words, unit) for unit in range(_num_units(spec, kind)))
+
+
+def _piece_offsets(spec: ModelSpec) -> tuple[dict[tuple[str, str], int], int]:
+    """Where the digests of each (parameter, kind) begin, and how many there are."""
+    offsets: dict[tuple[str, str], int] = {}
+    size = 0
+    for param in spec.params:
+        for kind in param.kinds:
+            offsets[param.name, kind] = size
+            size += _num_units(spec, kind)
+    return offsets, size
+
+
+def _num_units(spec: ModelSpec, kind: str) -> int:
+    return 1 if kind == REPLICATED else spec.kind(kind).num_units
 
 
 def checksum(words: torch.Tensor) -> int:
@@ -194,16 +270,12 @@ class _UnitIndex:
         self.is_held = torch.zeros(self.size, dtype=torch.bool, device=device)
         offset = 0
         for kind in spec.kinds:
-            units = torch.tensor(held[kind.name], dtype=torch.int64)
-            sizes = torch.tensor([kind.size_of((unit,)) for unit in held[kind.name]], dtype=torch.int64)
-            starts = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
-            positions = torch.arange(len(starts)) - starts
-            places = (units + offset).repeat_interleave(sizes)
+            places, positions = _axis(kind, held[kind.name], offset)
             self._axes[kind.name] = places.to(device), positions.to(device)
-            self.is_held[(units + offset).to(device)] = True
+            self.is_held[places.to(device)] = True
             offset += kind.num_units
 
-    def of(self, param: ParamSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def of(self, param: ParamSpec) -> _Axes:
         """(place among the digests, position in the unit, segment) per index of the local shard of `param`.
 
         A replicated parameter counts as one unit, partitioned along its first dim.
@@ -211,8 +283,20 @@ class _UnitIndex:
         if param.dim is None:
             positions = torch.arange(param.shape[0], device=self.is_held.device)
             return torch.full_like(positions, self.size), positions, torch.zeros_like(positions)
-        axes = [self._axes[segment.kind] for segment in param.segments]
-        places = torch.cat([places for places, _ in axes])
-        positions = torch.cat([positions for _, positions in axes])
-        segments = torch.cat([torch.full_like(places, at) for at, (places, _) in enumerate(axes)])
-        return places, positions, segments
+        return _joined([self._axes[segment.kind] for segment in param.segments], self.is_held.device)
+
+
+def _axis(kind: Kind, units: Sequence[int], offset: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(place among the digests, position in the unit) per index of a segment that has `units` of `kind`."""
+    sizes = torch.tensor([kind.size_of((unit,)) for unit in units], dtype=torch.int64)
+    starts = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+    places = (torch.tensor(units, dtype=torch.int64) + offset).repeat_interleave(sizes)
+    return places, torch.arange(len(starts)) - starts
+
+
+def _joined(axes: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.device) -> _Axes:
+    """The axes of a parameter's segments, one after the other."""
+    places = torch.cat([places for places, _ in axes]).to(device)
+    positions = torch.cat([positions for _, positions in axes]).to(device)
+    segments = torch.cat([torch.full_like(places, at) for at, (places, _) in enumerate(axes)]).to(device)
+    return places, positions, segments

@@ -17,7 +17,7 @@ from runflat.parallel.comms import Group
 from runflat.plan.plan import Place
 from runflat.plan.sync_groups import Members
 from runflat.plan.units import ModelSpec, Range, merge_ranges, shard_pieces
-from runflat.plan.zero import OwnedPiece
+from runflat.plan.zero import OwnedPiece, exchanges
 
 Tensors = Mapping[str, torch.Tensor]
 """Local shards by name of the parameter: gradients or weights."""
@@ -101,9 +101,7 @@ class Scatter:
         # The pieces that have the same givers lie in a row, so that they are summed at once.
         self._parts = sorted(parts, key=lambda part: part.piece.givers)
         self._owned = [part for part in self._parts if part.piece.owner == place]
-        self._reduces = any(set(piece.givers) - {piece.owner} for piece in pieces)
-        self._mirrors = any(piece.mirror is not None for piece in pieces)
-        self._spreads = any(set(piece.holders) - set(piece.keepers) for piece in pieces)
+        self._needs = exchanges(pieces)
         self.params = {part.piece.param for part in parts}
         self.missing: set[str] = set()
         self.work: Any = None
@@ -112,16 +110,11 @@ class Scatter:
         self._received: dict[Place, torch.Tensor] = {}
         self._summed: torch.Tensor = new(0)
 
-    @property
-    def num_collectives(self) -> int:
-        """Collectives of one step."""
-        return self._reduces + self._mirrors + self._spreads
-
     # ---- gradients
 
     def launch(self, grads: Tensors) -> None:
         """Send gradients to the owners of their pieces; they are final."""
-        if self._reduces:
+        if self._needs.reduces:
             self._exchange(
                 lambda peer: [p for p in self._parts if p.piece.owner == peer and self._place in p.piece.givers],
                 lambda peer: [p for p in self._owned if peer in p.piece.givers],
@@ -153,7 +146,7 @@ class Scatter:
         summed = dict(zip(map(id, self._owned), self._flat(self._owned, self._summed), strict=True))
         for part in self._owned:
             part.region.write(grads, summed[id(part)])
-        if self._mirrors:
+        if self._needs.mirrors:
             self._exchange(
                 lambda peer: [p for p in self._owned if p.piece.mirror == peer],
                 lambda peer: [p for p in self._parts if p.piece.owner == peer and p.piece.mirror == self._place],
@@ -170,7 +163,7 @@ class Scatter:
 
     def spread(self, weights: Tensors) -> None:
         """Send the updated weights of owned pieces to the holders that do not keep these."""
-        if self._spreads:
+        if self._needs.spreads:
             self._exchange(
                 lambda peer: [p for p in self._owned if peer in p.piece.holders and peer not in p.piece.keepers],
                 lambda peer: [p for p in self._stale() if p.piece.owner == peer],

@@ -8,6 +8,7 @@ from runflat.plan.batch import even_shares, micro_batches
 from runflat.plan.plan import Place, Plan, ReplicaPlan
 from runflat.plan.sync_groups import SyncLayout
 from runflat.plan.units import ModelSpec
+from runflat.plan.zero import Ownership
 
 NUM_SCALARS = 7
 """Float64 values of the all-reduce that ends a step: ones, loss sum, tokens, squared norm, non-finite, stop, switch."""
@@ -76,12 +77,13 @@ def device_memory(
     compute_bytes: int | None = None,
     recompute: bool = False,
     sequence_parallel: bool = False,
+    kept_numel: int | None = None,
 ) -> Memory:
     """Bytes that the device at `slot` needs: parameters, gradients, two AdamW moments and activations.
 
     `compute_bytes` per element is what layers compute in, where that is less than what parameters have: then there is a
     copy of these (`copied_numel`, counted with them). With `recompute` backward keeps the inputs of layers, and one
-    layer at a time.
+    layer at a time. With `kept_numel` only the moments of so many elements are there (`zero1`).
 
     Activations are estimated per layer as what backward keeps: eight hidden-sized tensors (norms, residuals, block
     inputs and outputs), the local query, key, value and output heads, two score matrices, four local FFN-sized
@@ -103,14 +105,16 @@ def device_memory(
     activations = kept * width + tokens * 3 * sizes.get("vocab", 0) * bytes_per_element
     params = numel * bytes_per_element
     copy = copied_numel(spec, replica, slot) * width if width != bytes_per_element else 0
-    return Memory(params + copy, params, 2 * params, activations)
+    moments = 2 * (numel if kept_numel is None else kept_numel) * bytes_per_element
+    return Memory(params + copy, params, moments, activations)
 
 
 @dataclass(frozen=True)
 class Traffic:
     """Collectives of one device and step: launches, and bytes sent per purpose.
 
-    `sync_bytes` go to other replicas, `reshard_bytes` stay inside the replica, before and after those.
+    `sync_bytes` go to other replicas, `reshard_bytes` stay inside the replica, before and after those. With `zero1`
+    `sync_bytes` and `replicated_bytes` are gradients and sums only, and `gathered_bytes` the weights after the update.
     """
 
     num_collectives: int
@@ -119,11 +123,12 @@ class Traffic:
     reshard_bytes: float
     replicated_bytes: float
     scalars_bytes: float
+    gathered_bytes: float = 0.0
 
     @property
     def total_bytes(self) -> float:
         """Bytes sent in all."""
-        return self.tp_bytes + self.exchange_bytes + self.replicated_bytes + self.scalars_bytes
+        return self.tp_bytes + self.exchange_bytes + self.replicated_bytes + self.gathered_bytes + self.scalars_bytes
 
     @property
     def exchange_bytes(self) -> float:
@@ -147,6 +152,7 @@ def device_traffic(
     compute_bytes: int | None = None,
     recompute: bool = False,
     sequence_parallel: bool = False,
+    owned: Ownership | None = None,
 ) -> Traffic:
     """Collectives that the device at `place` launches in one step, and the bytes that it sends.
 
@@ -158,6 +164,9 @@ def device_traffic(
 
     With `sequence_parallel` each all-reduce of hidden states is a reduce-scatter and, in the other direction, an
     all-gather, both as all-to-alls of token shares; backward gathers again what `recompute` needs.
+
+    With `owned` gradients go to the owners of their pieces, sums from there to the mirrors, and new weights to the
+    other holders.
     """
     replica = plan.replica(place[0])
     world, tp = len(plan.places), replica.tp
@@ -176,14 +185,19 @@ def device_traffic(
             else:
                 tp_bytes += all_reduce_bytes(tokens * sums * width, tp)
                 launches += sums + 2
+    scalars = all_reduce_bytes(NUM_SCALARS * SCALAR_BYTES, world)
+    launches += world > 1
+    if owned is not None:
+        sent = owned.sent(place)
+        reduced, whole, gathered = (
+            float(numel * bytes_per_element) for numel in (sent.reduced + sent.mirrored, sent.whole, sent.gathered)
+        )
+        return Traffic(launches + owned.num_collectives(place), tp_bytes, reduced, 0.0, whole, scalars, gathered)
     sync_bytes, reshard_bytes = exchange_bytes(layout, place, bytes_per_element)
     launches += sum(total.num_buckets for total in layout.totals_of(place)) + bool(layout.exchange)
     launches += 2 * sum(replica == place[0] for _, replica in layout.resharded)
-    replicated = scalars = 0.0
-    if world > 1:
-        replicated = all_reduce_bytes(layout.replicated_numel * bytes_per_element, world)
-        scalars = all_reduce_bytes(NUM_SCALARS * SCALAR_BYTES, world)
-        launches += 2
+    replicated = all_reduce_bytes(layout.replicated_numel * bytes_per_element, world)
+    launches += world > 1
     return Traffic(launches, tp_bytes, sync_bytes, reshard_bytes, replicated, scalars)
 
 

@@ -24,6 +24,8 @@ from runflat.plan.units import REPLICATED, ModelSpec, ParamSpec
 
 OptimizerMode = Literal["replicated", "zero1"]
 """Whether every holder of a unit keeps and updates its optimizer state, or only its owner and its mirror."""
+FEW_UNITS = 4
+"""Units of a parameter per holder below which these are dealt in turn."""
 ParamHeld = Mapping[str, Mapping[str, tuple[int, ...]]]
 """Per parameter the units of each of its kinds, ascending; one that is not cut is unit 0 of the kind `REPLICATED`."""
 
@@ -53,16 +55,45 @@ class OwnedPiece:
 
 @dataclass(frozen=True)
 class Sent:
-    """Elements that one device sends in a step: gradients to owners, sums to mirrors, weights to the other holders."""
+    """Elements that one device sends in a step.
+
+    `reduced` are gradients to owners and `mirrored` sums to mirrors, both of what is cut, `whole` those of parameters
+    that are not; `gathered` are weights to the other holders, of both.
+    """
 
     reduced: int
     mirrored: int
+    whole: int
     gathered: int
 
     @property
     def total(self) -> int:
         """Sum of the parts."""
-        return self.reduced + self.mirrored + self.gathered
+        return self.reduced + self.mirrored + self.whole + self.gathered
+
+
+@dataclass(frozen=True)
+class Exchanges:
+    """Which of the three exchanges of a bucket there are: any gradient, sum or weight that has to travel."""
+
+    reduces: bool
+    mirrors: bool
+    spreads: bool
+
+    @property
+    def count(self) -> int:
+        """Collectives of one step."""
+        return self.reduces + self.mirrors + self.spreads
+
+
+def exchanges(pieces: Iterable[OwnedPiece]) -> Exchanges:
+    """What `pieces` that travel together need."""
+    listed = list(pieces)
+    return Exchanges(
+        reduces=any(set(piece.givers) - {piece.owner} for piece in listed),
+        mirrors=any(piece.mirror is not None for piece in listed),
+        spreads=any(set(piece.holders) - set(piece.keepers) for piece in listed),
+    )
 
 
 @dataclass(frozen=True)
@@ -101,14 +132,32 @@ class Ownership:
 
     def sent(self, place: Place) -> Sent:
         """What `place` sends in one step."""
-        reduced = sum(numel for givers, numel in self._given.items() if place in givers)
-        reduced -= sum(piece.numel for piece in self._owned.get(place, ()) if place in piece.givers)
         owned = self._owned.get(place, ())
+        cut = [piece for piece in owned if piece.units]
+        given = [piece for piece in self.replicated if place in piece.givers and place != piece.owner]
+        mirrored = [piece for piece in self.replicated if place == piece.owner and piece.mirror is not None]
         return Sent(
-            reduced=reduced,
-            mirrored=sum(piece.numel for piece in owned if piece.mirror is not None),
+            reduced=sum(numel for givers, numel in self._given.items() if place in givers)
+            - sum(piece.numel for piece in cut),
+            mirrored=sum(piece.numel for piece in cut if piece.mirror is not None),
+            whole=sum(piece.numel for piece in (*given, *mirrored)),
             gathered=sum(piece.numel * len(set(piece.holders) - set(piece.keepers)) for piece in owned),
         )
+
+    def num_collectives(self, place: Place) -> int:
+        """Collectives that `place` launches in one step for all of this."""
+        return sum(count for members, count in self._launched.items() if place in members) + self._launched_by_all
+
+    @cached_property
+    def _launched(self) -> Counter[Members]:
+        found: Counter[Members] = Counter()
+        for pieces in self.buckets:
+            found[pieces[0].holders] += exchanges(pieces).count
+        return found
+
+    @cached_property
+    def _launched_by_all(self) -> int:
+        return exchanges(self.exchange).count + exchanges(self.replicated).count
 
     @cached_property
     def without_mirror(self) -> Mapping[Members, int]:
@@ -139,7 +188,8 @@ class Ownership:
     def _given(self) -> Counter[Members]:
         found: Counter[Members] = Counter()
         for piece in self.pieces:
-            found[piece.givers] += piece.numel
+            if piece.units:
+                found[piece.givers] += piece.numel
         return found
 
     def _units(self, pieces: Iterable[OwnedPiece]) -> ParamHeld:
@@ -188,8 +238,9 @@ class _Run:
 def ownership(spec: ModelSpec, plan: Plan, layout: SyncLayout, domains: Mapping[str, str] | None = None) -> Ownership:
     """Owner and mirror of everything, so that all devices keep about as much.
 
-    The largest units are dealt first, each to the holder that has least; blocks of FFN columns and vocabulary rows, of
-    which there are many, then level the rest. What a device owns of one parameter lies in a row.
+    The largest units are dealt first. Where there are few, holders take them in turn, so that a change of plan leaves
+    groups alone whose holders it does not change; blocks of FFN columns and vocabulary rows, of which there are many,
+    go to whoever has least, and level the rest. What a device owns of one parameter lies in a row.
 
     Args:
         spec: the model.
@@ -213,7 +264,8 @@ def ownership(spec: ModelSpec, plan: Plan, layout: SyncLayout, domains: Mapping[
         key=lambda found: (-found[2].unit_numel, found[0], found[1]),
     )
     load: dict[Place, int] = dict.fromkeys(plan.places, 0)
-    runs: dict[tuple[int, int], list[_Run]] = {(at, index): _deal(spec, item, load) for at, index, item in order}
+    turns: Counter[tuple[Members, int]] = Counter()
+    runs = {(at, index): _deal(spec, item, load, turns) for at, index, item in order}
     domain_of = {place: (domains or {}).get(plan.device(place), "") for place in plan.places}
     mirrors = _mirrors([run for found in runs.values() for run in found], load, domain_of)
     dealt = [
@@ -256,15 +308,21 @@ def _whole_items(plan: Plan, params: Sequence[ParamSpec]) -> list[_Item]:
     ]
 
 
-def _deal(spec: ModelSpec, item: _Item, load: dict[Place, int]) -> list[_Run]:
-    """Runs of the item's units, by member; `load` grows by what each owns."""
-    heap = [(load[place], index) for index, place in enumerate(item.holders)]
-    heapq.heapify(heap)
-    counts = [0] * len(heap)
-    for _ in item.units:
-        least, index = heap[0]
-        counts[index] += 1
-        heapq.heapreplace(heap, (least + item.unit_numel, index))
+def _deal(spec: ModelSpec, item: _Item, load: dict[Place, int], turns: Counter[tuple[Members, int]]) -> list[_Run]:
+    """Runs of the item's units, by member; `load` grows by what each owns, `turns` by the few units dealt in turn."""
+    counts = [0] * len(item.holders)
+    if len(item.units) < FEW_UNITS * len(counts):
+        first = turns[item.holders, item.unit_numel]
+        turns[item.holders, item.unit_numel] += len(item.units)
+        for turn in range(first, first + len(item.units)):
+            counts[turn % len(counts)] += 1
+    else:
+        heap = [(load[place], index) for index, place in enumerate(item.holders)]
+        heapq.heapify(heap)
+        for _ in item.units:
+            least, index = heap[0]
+            counts[index] += 1
+            heapq.heapreplace(heap, (least + item.unit_numel, index))
     runs: list[_Run] = []
     start = 0
     for place, count in zip(item.holders, counts, strict=True):
@@ -283,16 +341,45 @@ def _numel(spec: ModelSpec, param: ParamSpec, kind: str, units: tuple[int, ...])
 
 
 def _mirrors(runs: list[_Run], load: dict[Place, int], domain_of: Mapping[Place, str]) -> dict[int, Place | None]:
-    """The mirror of each run (by identity): the largest run first, each to the device that keeps least so far."""
+    """The mirror of each run (by identity): the holder a fixed number of places after its owner.
+
+    So each device mirrors about as much as it owns, and a group that a change of plan leaves alone keeps its mirrors.
+    Where that holder is too near, or keeps its share already, the one that keeps least so far is taken. The largest run
+    comes first.
+    """
+    share = 2 * sum(load.values()) / len(load)
     found: dict[int, Place | None] = {}
+    steps: dict[Members, int] = {}
     for run in sorted(runs, key=lambda run: -run.numel):
-        others = [place for place in run.item.holders if place[0] != run.owner[0]]
-        apart = [place for place in others if domain_of[place] != domain_of[run.owner]]
-        mirror = min(apart or others, key=lambda place: (load[place], place), default=None)
+        holders = run.item.holders
+        others = [place for place in holders if place[0] != run.owner[0]]
+        apart = [place for place in others if domain_of[place] != domain_of[run.owner]] or others
+        if holders not in steps:
+            steps[holders] = _step(holders, domain_of)
+        mirror: Place | None = holders[(holders.index(run.owner) + steps[holders]) % len(holders)]
+        if mirror not in apart or load[mirror] + run.numel > share:
+            mirror = min(apart, key=lambda at: (load[at], at), default=None)
+        found[id(run)] = mirror
         if mirror is not None:
             load[mirror] += run.numel
-        found[id(run)] = mirror
     return found
+
+
+def _step(holders: Members, domain_of: Mapping[Place, str]) -> int:
+    """How far a mirror is from its owner among `holders`, so that most of them are apart."""
+
+    def apart(step: int) -> int:
+        pairs = zip(holders, (*holders[step:], *holders[:step]), strict=True)
+        return sum((a[0] != b[0]) * (1 + (domain_of[a] != domain_of[b])) for a, b in pairs)
+
+    most = len(holders) * (1 + (len({domain_of[place] for place in holders}) > 1))
+    best = (0, 0)
+    for step in range(1, len(holders)):
+        if (found := apart(step)) > best[0]:
+            best = (found, step)
+        if found == most:
+            break
+    return best[1]
 
 
 def _pieces(spec: ModelSpec, run: _Run, mirror: Place | None) -> list[OwnedPiece]:

@@ -4,9 +4,10 @@ Layout of a run's `checkpoints/`
     step-00000060/index.json      what the step is, and for each file: checksum, size, and which elements it holds
     step-00000060/shard-1-3.safetensors   `weight/NAME`, `exp_avg/NAME`, `exp_avg_sq/NAME` of the device 1:3
 
-Each unit is written by one of its holders. A checkpoint is assembled in a folder with a leading dot and becomes visible
-by one rename, after everything in it is on disk: what can be seen is complete. Where a step is saved a second time, the
-old folder stays visible as step-00000060.replaced until the new one is.
+Each unit is written by one of its holders; where optimizer state is sharded, moments are written by their owners. A
+checkpoint is assembled in a folder with a leading dot and becomes visible by one rename, after everything in it is on
+disk: what can be seen is complete. Where a step is saved a second time, the old folder stays visible as
+step-00000060.replaced until the new one is.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from typing import Any
 from runflat.errors import CheckpointError
 from runflat.plan.plan import Place, Plan
 from runflat.plan.sync_groups import Members, holders
-from runflat.plan.units import Kind, ModelSpec, ParamSpec, Range, Segment, axis_ranges, merge_ranges
+from runflat.plan.units import REPLICATED, Kind, ModelSpec, ParamSpec, Range, Segment, axis_ranges, merge_ranges
+from runflat.plan.zero import ParamHeld
 
 FORMAT = 1
 REPLACED = ".replaced"
@@ -34,13 +36,30 @@ TENSORS = ("weight", "exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class ShardFile:
-    """One file of a checkpoint: its checksum and the elements that it holds, as ranges of each kind's axis."""
+    """One file of a checkpoint: its checksum and the elements that it holds, as ranges of each kind's axis.
+
+    `moments`: where optimizer state was sharded, those whose moments it holds, by parameter, `REPLICATED` for the whole
+    of one that is not cut. Else they are those of the weights.
+    """
 
     name: str
     sha256: str
     num_bytes: int
     axes: Mapping[str, tuple[Range, ...]]
     replicated: bool
+    moments: Mapping[str, Mapping[str, tuple[Range, ...]]] | None = None
+
+    def axes_of(self, tensor: str, param: ParamSpec) -> Mapping[str, tuple[Range, ...]]:
+        """The elements of one of `TENSORS` of a parameter that is cut."""
+        if self.moments is None or tensor == "weight":
+            return self.axes
+        return self.moments.get(param.name) or dict.fromkeys(param.kinds, ())
+
+    def has_whole(self, tensor: str, param: ParamSpec) -> bool:
+        """Whether it has one of `TENSORS` of a parameter that is not cut."""
+        if self.moments is None or tensor == "weight":
+            return self.replicated
+        return param.name in self.moments
 
 
 @dataclass(frozen=True)
@@ -111,6 +130,15 @@ def unit_axes(spec: ModelSpec, units: Mapping[str, tuple[int, ...]]) -> dict[str
     return {kind: axis_ranges(spec.kind(kind), held) for kind, held in units.items()}
 
 
+def piece_axes(spec: ModelSpec, pieces: ParamHeld) -> dict[str, dict[str, tuple[Range, ...]]]:
+    """Elements of each kind's axis that the units of each parameter cover; parameters without units are left out."""
+    return {
+        name: {kind: ((0, 1),) if kind == REPLICATED else axis_ranges(spec.kind(kind), of) for kind, of in held.items()}
+        for name, held in pieces.items()
+        if any(held.values())
+    }
+
+
 def _checksum(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -118,19 +146,32 @@ def _checksum(path: Path) -> str:
 
 def shard_to_json(shard: ShardFile) -> dict[str, Any]:
     """JSON form of a shard's index entry."""
-    return {
+    entry = {
         "name": shard.name,
         "sha256": shard.sha256,
         "num_bytes": shard.num_bytes,
-        "axes": {kind: [list(r) for r in ranges] for kind, ranges in shard.axes.items()},
+        "axes": _axes_to_json(shard.axes),
         "replicated": shard.replicated,
     }
+    if shard.moments is not None:
+        entry["moments"] = {name: _axes_to_json(axes) for name, axes in shard.moments.items()}
+    return entry
+
+
+def _axes_to_json(axes: Mapping[str, tuple[Range, ...]]) -> dict[str, list[list[int]]]:
+    return {kind: [list(r) for r in ranges] for kind, ranges in axes.items()}
 
 
 def shard_from_json(data: Mapping[str, Any]) -> ShardFile:
     """The index entry that `shard_to_json` wrote."""
-    axes = {kind: tuple((int(a), int(b)) for a, b in ranges) for kind, ranges in data["axes"].items()}
-    return ShardFile(data["name"], data["sha256"], int(data["num_bytes"]), axes, bool(data["replicated"]))
+    listed = data.get("moments")
+    moments = {name: _axes_from_json(axes) for name, axes in listed.items()} if listed is not None else None
+    axes = _axes_from_json(data["axes"])
+    return ShardFile(data["name"], data["sha256"], int(data["num_bytes"]), axes, bool(data["replicated"]), moments)
+
+
+def _axes_from_json(data: Mapping[str, Any]) -> dict[str, tuple[Range, ...]]:
+    return {kind: tuple((int(a), int(b)) for a, b in ranges) for kind, ranges in data.items()}
 
 
 def seal(body: Mapping[str, Any]) -> str:

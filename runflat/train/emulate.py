@@ -22,6 +22,7 @@ from runflat.plan.cost import device_traffic, sequence_flops
 from runflat.plan.plan import Place, Plan
 from runflat.plan.sync_groups import SyncLayout
 from runflat.plan.units import ModelSpec
+from runflat.plan.zero import Ownership
 
 BACKWARD_SHARE = 2 / 3
 """Part of a step's computation that is backward: gradient exchange is billed only where it outlasts that."""
@@ -49,20 +50,31 @@ class DeviceModel:
 
 
 def step_seconds(
-    model: DeviceModel, spec: ModelSpec, plan: Plan, layout: SyncLayout, place: Place, seq_len: int, micro_batch: int
+    model: DeviceModel,
+    spec: ModelSpec,
+    plan: Plan,
+    layout: SyncLayout,
+    place: Place,
+    seq_len: int,
+    micro_batch: int,
+    owned: Ownership | None = None,
 ) -> float:
-    """Declared seconds of one step on the device at `place`: computation, tensor-parallel and exposed sync traffic."""
+    """Declared seconds of one step on the device at `place`: computation, tensor-parallel and exposed sync traffic.
+
+    Weights that other devices have updated (`owned`: with `zero1`) come after backward, so that nothing hides them.
+    """
     replica = plan.replica(place[0])
     flops = sequence_flops(spec, replica, place[1], seq_len) * replica.num_sequences
     compute_s = flops / (model.rate_flops * model.speed) * (RECOMPUTED if model.recompute else 1)
     how = (micro_batch, 4, model.compute_bytes, model.recompute, model.sequence_parallel)
-    traffic = device_traffic(spec, plan, layout, place, seq_len, *how)
+    traffic = device_traffic(spec, plan, layout, place, seq_len, *how, owned)
     total_s, sync_s = compute_s, 0.0
     if model.domain_bytes:
         total_s += traffic.tp_bytes / model.domain_bytes
         sync_s += traffic.reshard_bytes / model.domain_bytes
     if model.network_bytes:
         sync_s += (traffic.sync_bytes + traffic.replicated_bytes) / model.network_bytes
+        total_s += traffic.gathered_bytes / model.network_bytes
     share = BACKWARD_SHARE / len(micro_batches(replica.num_sequences, micro_batch))
     return total_s + max(0.0, sync_s - share * compute_s)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,25 +13,24 @@ from torch import nn
 
 from runflat.parallel.casts import lift_forward, recompute_layers
 from runflat.parallel.comms import Comms, Group, Network
-from runflat.parallel.grad_sync import GradSync
-from runflat.parallel.loss import num_targets
-from runflat.parallel.move import ShardState, install_moments
+from runflat.parallel.move import NOTHING, ShardState
 from runflat.parallel.optimizer import build_optimizer
 from runflat.parallel.shard import ShardedModel, WeightSource, cut, initial_weights, safetensors_weights
 from runflat.parallel.tp_plan import ShardingRules, build_meta_model, read_rules
 from runflat.plan.batch import micro_batches
-from runflat.plan.cost import device_memory
 from runflat.plan.plan import Place, Plan
 from runflat.plan.sync_groups import SyncLayout
 from runflat.plan.units import ModelSpec, param_ranges
+from runflat.plan.zero import Ownership, ParamHeld
 from runflat.train.checkpoint import Progress, check_model, open_checkpoint
 from runflat.train.data import sample_hash
 from runflat.train.emulate import Pace, step_seconds
-from runflat.train.job import DTYPES, Job, hf_config, job_layout, optimizer_settings, state_dtype
+from runflat.train.job import DTYPES, Job, hf_config, job_layout, job_ownership, optimizer_settings, state_dtype
 from runflat.train.mixture import data_from_json
-from runflat.train.shards import ShardCopy, checkpoint_tensors, copy_shard, load_optimizer_state
+from runflat.train.shards import ShardCopy, checkpoint_tensors
 from runflat.train.step import Scalars, StepResult, Trainer, accumulate, apply, backward, barrier
 from runflat.train.timing import StepTimes, Timeline
+from runflat.train.updater import Updater
 
 Held = dict[str, tuple[int, ...]]
 WARM_UP_TOKENS = 16
@@ -49,7 +48,8 @@ class Final:
 class Engine:
     """The training state of one device.
 
-    `progress` is where it stands; `final` is set between the end of gradient sync and the commit of a step.
+    `progress` is where it stands; `final` is set between the end of gradient sync and the commit of a step. With
+    `zero1` `gathered` is false between the commit and the arrival of the weights that other devices have updated.
     """
 
     def __init__(self, job: Job, device: torch.device, phase: Callable[[str], None], timeline: Timeline | None = None):
@@ -69,6 +69,9 @@ class Engine:
         self._meta = build_meta_model(hf_config(job.hf_config), self._compute_dtype, job.attention)
         self.rules: ShardingRules = read_rules(self._meta, job.tp_full, sequence_parallel=job.train.sequence_parallel)
         self.sharded: ShardedModel | None = None
+        self.zero1 = job.train.optimizer == "zero1"
+        self.gathered = True
+        self._ownership: tuple[Plan, Ownership] | None = None
         self.plan: Plan | None = None
         self.place: Place | None = None
         self._comms: Comms | None = None
@@ -85,28 +88,35 @@ class Engine:
 
     # ---- from plan to plan
 
-    def memory_short(self, plan: Plan, place: Place) -> tuple[int, int] | None:
-        """(bytes that `plan` needs here, bytes that there are) where the latter are fewer; None where it fits.
-
-        The limit is the declared one, else what a GPU reports; main memory is not a device's own, so it has none.
-        """
-        limit = self.job.memory_bytes
-        if limit is None and self.device.type == "cuda":
-            limit = torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device)
-        if limit is None:
-            return None
-        replica = plan.replica(place[0])
-        size = min(replica.num_sequences, self.job.train.micro_batch)
-        train = self.job.train
-        how = (self.dtype.itemsize, self._compute_dtype.itemsize, train.activation_checkpointing)
-        need = device_memory(
-            self.spec, replica, place[1], self.job.seq_len, size, *how, train.sequence_parallel
-        ).total_bytes
-        return (need, limit) if need > limit else None
-
     def layout(self, plan: Plan) -> SyncLayout:
         """Buckets and sync groups of `plan`."""
         return job_layout(self.job, self.spec, plan)
+
+    def ownership(self, plan: Plan) -> Ownership:
+        """Who keeps which optimizer state under `plan`, with `zero1`."""
+        if self._ownership is None or self._ownership[0] != plan:
+            self._ownership = plan, job_ownership(self.job, self.spec, plan)
+        return self._ownership[1]
+
+    def _owned(self) -> Ownership | None:
+        assert self.plan is not None
+        return self.ownership(self.plan) if self.zero1 else None
+
+    @property
+    def kept(self) -> ParamHeld:
+        """With `zero1` the units of each parameter of which this device has moments."""
+        return self._updater.kept or {}
+
+    def state(self) -> ShardState:
+        """What this device has: weights of all its units, moments of these or, with `zero1`, of the kept pieces only.
+
+        The tensors are the live ones, not copies.
+        """
+        return self._updater.state(self.progress.optimizer_step)
+
+    def kept_state(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
+        """With `zero1` weights and moments of the kept pieces only, laid out alike; the weights are copies."""
+        return self._updater.kept_state()
 
     def build(self, plan: Plan, place: Place, checkpoint: str | None) -> None:
         """Allocate the shard that `place` holds under `plan`, from `checkpoint`, a model directory, or the seed."""
@@ -119,11 +129,10 @@ class Engine:
             self._materialize(held, source)
         else:
             self.sharded.hold(held, self._read(source, held))
-        self.optimizer = build_optimizer(self.spec, self.params, self.settings)
+        self._update(NOTHING, self.ownership(plan).kept(place) if self.zero1 else None)
         self.progress = Progress(0, 0, 0, "")
         if saved is not None:
-            ranges = {param.name: param_ranges(self.spec, param, held) for param in self.spec.params}
-            load_optimizer_state(self.optimizer, self.spec, self.params, ranges, saved)
+            self._updater.load(saved)
             self.progress = saved.progress
         self.final = None
 
@@ -178,17 +187,19 @@ class Engine:
         assert self.sharded is not None
         return self.sharded.held
 
-    def adopt(self, held: Held, state: ShardState) -> None:
-        """Take over a shard of other units (the first one, on a newcomer), with its optimizer state."""
+    def adopt(self, held: Held, state: ShardState, kept: ParamHeld | None = None) -> None:
+        """Take over a shard of other units (the first one, on a newcomer), with its optimizer state: that of `kept`."""
         weights = state.tensors["weight"]
         if self.sharded is None:
             self._materialize(held, lambda param, ranges: weights[param.name])
         else:
             self.sharded.hold(held, {name: nn.Parameter(tensor) for name, tensor in weights.items()})
-        params = self.params
-        self.optimizer = build_optimizer(self.spec, params, self.settings)
-        if state.optimizer_step:
-            install_moments(self.optimizer, params, state)
+        self._update(state, kept if self.zero1 else None)
+
+    def _update(self, state: ShardState, kept: ParamHeld | None) -> None:
+        self._updater = Updater(self.spec, self.params, self.held, self.settings, kept, state)
+        self.optimizer = self._updater.adamw
+        self.gathered = True
 
     def restore_settings(self) -> None:
         """Take learning rate and the like from the job again: a copy of them may have been damaged."""
@@ -213,7 +224,7 @@ class Engine:
         self._trainer = Trainer(
             self.sharded.model,
             self.params,
-            GradSync(self.spec, plan, self.layout(plan), place, comms, self.params, self.sharded.sources),
+            self._updater.sync(plan, self.layout(plan), self._owned(), place, comms, self.sharded.sources),
             comms,
             self.optimizer,
             self.settings,
@@ -228,7 +239,8 @@ class Engine:
         assert self.job.emulated is not None
         layout, micro_batch = self.layout(plan), self.job.train.micro_batch
         model = replace(self.job.emulated, speed=self.job.emulated.speed * self._speed)
-        return step_seconds(model, self.spec, plan, layout, place, self.job.seq_len, micro_batch)
+        owned = self.ownership(plan) if self.zero1 else None
+        return step_seconds(model, self.spec, plan, layout, place, self.job.seq_len, micro_batch, owned)
 
     def run_at(self, speed: float) -> None:
         """From the next step on an emulated device is `speed` times as fast as in health: its power limit changed."""
@@ -317,7 +329,10 @@ class Engine:
         return barrier(self._trainer, self.final.loss_sum, self.final.num_targets, stop, switch)
 
     def commit(self, scalars: Scalars) -> StepResult:
-        """Apply the step whose gradients are final, with the barrier's `scalars` (a peer's, when rolling forward)."""
+        """Apply the step whose gradients are final, with the barrier's `scalars` (a peer's, when rolling forward).
+
+        With `zero1` only the kept pieces are updated: `gather` brings the rest.
+        """
         assert self.final is not None
         assert self.plan is not None
         assert self.final.step == self.progress.step
@@ -325,7 +340,9 @@ class Engine:
         self._phase("update")
         step, batch = self.progress.step, self.plan.num_sequences
         result = apply(self.optimizer, self.settings, scalars, step)
-        self.sharded.refresh()
+        self.gathered = not self.zero1
+        if self.gathered:
+            self.sharded.refresh()
         used = range(self.progress.num_samples, self.progress.num_samples + batch)
         self.progress = Progress(
             step=step + 1,
@@ -335,6 +352,18 @@ class Engine:
         )
         self.final = None
         return result
+
+    def gather(self) -> None:
+        """After a commit, with `zero1`: bring the weights up to date that other devices keep.
+
+        Raises:
+            CommsError: a member was lost; the weights of this device's kept pieces are those of the step, the rest not.
+        """
+        if not self.gathered:
+            assert self.sharded is not None
+            self._trainer.sync.gather()
+            self.sharded.refresh()
+            self.gathered = True
 
     def _sample_hash(self, step: int, used: range) -> str:
         if self.corpus is not None:
@@ -353,34 +382,11 @@ class Engine:
         """Held-out sequences; none where the loop brings its own data."""
         return self.corpus.num_holdout if self.corpus else 0
 
-    @torch.no_grad()
-    def holdout_loss(self) -> float:
-        """Held-out loss in nats per token; each replica computes an equal part of the held-out set."""
-        assert self.plan is not None
-        assert self.place is not None
-        assert self.sharded is not None
-        assert self.corpus is not None
-        model = self.sharded.model
-        numbers = [replica.replica for replica in self.plan.replicas]
-        count, index, size = self.num_holdout, numbers.index(self.place[0]), len(numbers)
-        start, stop = index * count // size, (index + 1) * count // size
-        total = torch.zeros(2, dtype=torch.float64, device=self.device)
-        model.eval()
-        if stop > start:
-            for batch in self.micro_batches(torch.from_numpy(self.corpus.holdout(start, stop - start))):
-                loss = model(input_ids=batch, labels=batch, use_cache=False).loss
-                total += torch.tensor([float(loss), num_targets(batch)], dtype=torch.float64, device=self.device)
-        model.train()
-        if not self.reports:
-            total.zero_()
-        self.comms.reduce(total)
-        return float(total[0] / total[1])
-
     def shard_copy(self) -> ShardCopy:
         """A copy of this device's part of a checkpoint of the state as of `progress`."""
         assert self.plan is not None
         assert self.place is not None
-        return copy_shard(self.spec, self.plan, self.place, self.progress.step, self.params, self.optimizer)
+        return self._updater.copy(self.plan, self.place, self.progress.step, self._owned())
 
 
 def progress_json(progress: Progress) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from runflat.parallel.optimizer import OptimizerSettings
 from runflat.plan.plan import Plan
 from runflat.plan.sync_groups import SyncLayout, sync_layout
 from runflat.plan.units import ModelSpec
+from runflat.plan.zero import Ownership, ownership
 from runflat.train.device_clock import DeviceClock
 from runflat.train.emulate import DeviceModel
 from runflat.train.timing import FOLDER, Timeline
@@ -87,6 +88,11 @@ def job_layout(job: Job, spec: ModelSpec, plan: Plan) -> SyncLayout:
     """Buckets and sync groups of `plan`."""
     bucket_bytes = int(job.train.bucket_mb * (1 << 20))
     return sync_layout(spec, plan, bucket_bytes, state_dtype(job.train.dtype).itemsize, job.train.sync)
+
+
+def job_ownership(job: Job, spec: ModelSpec, plan: Plan) -> Ownership:
+    """Who keeps which optimizer state under `plan`; the same on every device."""
+    return ownership(spec, plan, job_layout(job, spec, plan), dict(plan.domains))
 
 
 def timeline_of(job: Job, device_id: str, device: torch.device) -> Timeline | None:

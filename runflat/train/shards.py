@@ -12,15 +12,17 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from runflat.errors import CheckpointError
+from runflat.parallel.kept import MOMENTS
 from runflat.parallel.shard import WeightSource, read_slices
 from runflat.parallel.staging import host_copy
 from runflat.plan.plan import Place, Plan
-from runflat.plan.units import ModelSpec, ParamSpec, Range, ranges_size, shard_pieces
+from runflat.plan.units import REPLICATED, ModelSpec, ParamSpec, Range, param_ranges, ranges_size, shard_pieces
+from runflat.plan.zero import ParamHeld
 from runflat.train.checkpoint import (
-    TENSORS,
     Checkpoint,
     ShardFile,
     file_ranges,
+    piece_axes,
     shard_name,
     unit_axes,
     written_units,
@@ -28,12 +30,16 @@ from runflat.train.checkpoint import (
 from runflat.train.publishing import partial_folder
 from runflat.train.tensor_file import write_tensors
 
+Units = Mapping[str, tuple[int, ...]]
+"""Units per kind."""
+
 
 @dataclass(frozen=True)
 class ShardCopy:
     """What one device writes of the checkpoint of (step, generation), copied to host memory: training may go on.
 
-    `units` are those of each kind that it writes, `tensors` by their names in the file.
+    `units` are those of each kind that it writes, `tensors` by their names in the file. `moments` are the units of each
+    parameter whose moments it writes, where these are sharded.
     """
 
     step: int
@@ -42,6 +48,16 @@ class ShardCopy:
     units: Mapping[str, tuple[int, ...]]
     replicated: bool
     tensors: Mapping[str, torch.Tensor]
+    moments: ParamHeld | None = None
+
+
+@dataclass(frozen=True)
+class OwnMoments:
+    """Sharded optimizer state of a device: `tensors[kind][name]` of the units `kept`; it writes the `owned` ones."""
+
+    tensors: Mapping[str, Mapping[str, torch.Tensor]]
+    kept: ParamHeld
+    owned: ParamHeld
 
 
 def copy_shard(
@@ -51,23 +67,31 @@ def copy_shard(
     step: int,
     params: Mapping[str, nn.Parameter],
     optimizer: torch.optim.Optimizer,
+    own: OwnMoments | None = None,
 ) -> ShardCopy:
-    """A copy of what the device at `place` is to write of the state after `step`."""
+    """A copy of what the device at `place` is to write of the state after `step`; `own`: moments that are sharded."""
     units = written_units(spec, plan, place)
     replicated = place == plan.places[0]
     held = plan.replica(place[0]).held(spec.kinds, place[1])
+    written = {**units, REPLICATED: (0,) if replicated else ()}
     tensors: dict[str, torch.Tensor] = {}
-    for param in spec.params:
-        if param.dim is None and not replicated:
-            continue
-        ranges = _local_ranges(spec, param, held, units)
-        if param.dim is not None and not ranges:
-            continue
-        state = optimizer.state[params[param.name]]
-        weight = params[param.name].detach()
-        for kind, tensor in zip(TENSORS, (weight, *_moments(state, weight)), strict=True):
+
+    def add(kind: str, param: ParamSpec, tensor: torch.Tensor, held: Units, wanted: Units) -> None:
+        ranges = _local_ranges(spec, param, held, wanted)
+        if ranges or (param.dim is None and wanted[REPLICATED]):
             tensors[f"{kind}/{param.name}"] = _take(tensor, param, ranges)
-    return ShardCopy(step, plan.generation, shard_name(place), units, replicated, tensors)
+
+    for param in spec.params:
+        weight = params[param.name].detach()
+        add("weight", param, weight, held, written)
+        if own is None:
+            for kind, tensor in zip(MOMENTS, _moments(optimizer.state[params[param.name]], weight), strict=True):
+                add(kind, param, tensor, held, written)
+        elif any(own.owned[param.name].values()):
+            for kind in MOMENTS:
+                add(kind, param, own.tensors[kind][param.name], own.kept[param.name], own.owned[param.name])
+    moments = own.owned if own is not None else None
+    return ShardCopy(step, plan.generation, shard_name(place), units, replicated, tensors, moments)
 
 
 def write_shard(run: Path, spec: ModelSpec, copy: ShardCopy) -> ShardFile:
@@ -79,7 +103,8 @@ def write_shard(run: Path, spec: ModelSpec, copy: ShardCopy) -> ShardFile:
     path = partial_folder(run, copy.step, copy.generation) / copy.name
     path.parent.mkdir(parents=True, exist_ok=True)
     checksum, num_bytes = write_tensors(path, copy.tensors)
-    return ShardFile(copy.name, checksum, num_bytes, unit_axes(spec, copy.units), copy.replicated)
+    moments = piece_axes(spec, copy.moments) if copy.moments is not None else None
+    return ShardFile(copy.name, checksum, num_bytes, unit_axes(spec, copy.units), copy.replicated, moments)
 
 
 def _moments(state: Mapping[str, torch.Tensor], like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,9 +113,7 @@ def _moments(state: Mapping[str, torch.Tensor], like: torch.Tensor) -> tuple[tor
     return state["exp_avg"], state["exp_avg_sq"]
 
 
-def _local_ranges(
-    spec: ModelSpec, param: ParamSpec, held: Mapping[str, tuple[int, ...]], units: Mapping[str, tuple[int, ...]]
-) -> list[Range]:
+def _local_ranges(spec: ModelSpec, param: ParamSpec, held: Units, units: Units) -> list[Range]:
     """Ranges of the local shard that hold `units`, in storage order."""
     if param.dim is None:
         return []
@@ -135,12 +158,12 @@ def _read(
 ) -> torch.Tensor:
     key = f"{kind}/{param.name}"
     if param.dim is None:
-        shard = next(shard for shard in checkpoint.files if shard.replicated)
+        shard = next(shard for shard in checkpoint.files if shard.has_whole(kind, param))
         whole: torch.Tensor = opened[shard.name].get_tensor(key)
         return whole
     pieces: list[tuple[int, torch.Tensor]] = []
     for shard in checkpoint.files:
-        overlaps = _overlaps(ranges, file_ranges(param, shard.axes))
+        overlaps = _overlaps(ranges, file_ranges(param, shard.axes_of(kind, param)))
         if overlaps:
             lazy = opened[shard.name].get_slice(key)
             for position, start, stop in overlaps:
@@ -191,3 +214,20 @@ def load_optimizer_state(
             "exp_avg": first(param, ranges).to(device=weight.device, dtype=weight.dtype),
             "exp_avg_sq": second(param, ranges).to(device=weight.device, dtype=weight.dtype),
         }
+
+
+def kept_moments(
+    spec: ModelSpec, kept: ParamHeld, checkpoint: Checkpoint, like: torch.Tensor
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Moments of the `kept` units of each parameter, by kind and name, on the device of `like` and of its type."""
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for kind in MOMENTS:
+        read = checkpoint_tensors(checkpoint, kind)
+        found[kind] = {
+            param.name: read(param, param_ranges(spec, param, kept[param.name])).to(
+                device=like.device, dtype=like.dtype
+            )
+            for param in spec.params
+            if any(kept[param.name].values())
+        }
+    return found

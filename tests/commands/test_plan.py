@@ -12,18 +12,8 @@ from runflat.cli import run
 from runflat.plan.plan import plan_from_json
 
 ISSUE = ["--tp", "8", "--replicas", "4", "--dead", "1:3", "--dead", "2:0", "--dead", "2:5"]
-KEYS = {
-    "model",
-    "layout",
-    "plan",
-    "replicas",
-    "devices",
-    "transfers",
-    "sync_groups",
-    "sync_modes",
-    "replicated",
-    "domains",
-}
+KEYS = {"model", "layout", "plan", "replicas", "devices", "transfers", "sync_groups", "sync_modes"}
+KEYS |= {"optimizer", "replicated", "domains"}
 
 
 def plan(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -80,6 +70,56 @@ def test_modes_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
     assert [mode["num_devices"] for mode in modes] == [8, 7, 8, 7]
     text = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
     assert [key for key in direct if f"`{key}`" not in text] == []
+
+
+FOUR = ["--replicas", "4"]
+ZERO = ["--model", "llama3-8b", "--tp", "4", "--replicas", "4", "--dead", "1:3", "--optimizer", "zero1"]
+
+
+def test_sharded_optimizer_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches moments, bytes or moves that are those of all holders still, and a mode that is not in the tables."""
+    whole, found = planned(capsys, *ZERO[:-2]), planned(capsys, *ZERO)
+    assert found["optimizer"] == {"mode": "zero1", "knows_domains": False, "exposed": []}
+    assert whole["optimizer"] == {"mode": "replicated"}
+    moments = [sum(d["memory"]["moments_bytes"] for d in each["devices"]) for each in (whole, found)]
+    params = found["model"]["num_params"]
+    assert moments[1] == 2 * 2 * 4 * params  # two moments on two devices
+    assert moments[0] >= 2 * 4 * 4 * params  # four holders, and those of what replica 1 holds twice
+    sent = [sum(d["traffic"]["total_bytes"] for d in each["devices"]) for each in (whole, found)]
+    assert sent[1] == pytest.approx(sent[0], rel=1e-3)
+    first = found["devices"][0]["traffic"]
+    assert first["total_bytes"] == sum(value for key, value in first.items() if key.endswith("_bytes")) / 2
+    assert first["gathered_bytes"] > 0 == whole["devices"][0]["traffic"]["gathered_bytes"]
+    assert {group["by"] for group in found["sync_groups"]} == {"owners"}
+    assert set(found["transfers"]["moves"][0]) == {"source", "target", "num_bytes"}
+    assert sum(move["num_bytes"] for move in found["transfers"]["moves"]) == found["transfers"]["bytes"] > 0
+    out = plan(capsys, *ZERO)
+    assert "weights" in out
+    assert "Gradient exchange" not in out
+
+
+@pytest.mark.parametrize(
+    ("argv", "why", "words"),
+    [
+        (["--domain-size", "4"], set(), "mirror in another replica and another domain"),
+        (["--domain-size", "8"], set(), "mirror in another replica and another domain"),
+        (["--domain-size", "16"], {"same domain"}, "owner and mirror in one domain"),
+        ([], set(), "--domain-size says so"),
+        (["--replicas", "1"], {"no mirror"}, "have no mirror"),
+    ],
+    ids=["a domain each", "two a domain", "one domain", "unknown", "one replica"],
+)
+def test_what_zero1_falls_back_to_is_said(
+    argv: list[str], why: set[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Catches a loss that needs a checkpoint and was not named in advance, and one that does not but is."""
+    asked = ["--model", "demo", "--tp", "4", "--optimizer", "zero1", *([] if "--replicas" in argv else FOUR), *argv]
+    found = planned(capsys, *asked)["optimizer"]
+    assert {exposed["why"] for exposed in found["exposed"]} == why
+    assert found["knows_domains"] == ("--domain-size" in argv)
+    text = " ".join(plan(capsys, *asked).split())
+    assert words in text
+    assert ("newest checkpoint" in text) == bool(why)
 
 
 def test_documented_keys() -> None:
@@ -162,6 +202,8 @@ def test_flags_reach_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         "dtype": "float64",
         "activation_checkpointing": False,
         "sequence_parallel": False,
+        "domain_size": None,
+        "topology": None,
     }
     coarse = planned(capsys, "--model", str(tmp_path), "--tp", "2", "--replicas", "2", "--sequences", "11")
     first, other = found["devices"][0], coarse["devices"][0]
@@ -189,6 +231,10 @@ BAD = {
     "no replicas": (["--model", "tiny", "--replicas", "0"], ["--replicas is 0", "1 or more"]),
     "one token": (["--model", "tiny", "--seq-len", "1"], ["--seq-len is 1", "2 or more"]),
     "micro-batch 0": (["--model", "tiny", "--micro-batch", "0"], ["--micro-batch is 0", "1 or more"]),
+    "domain of nothing": (
+        ["--model", "tiny", "--domain-size", "0"],
+        ["--domain-size is 0", "1 or more"],
+    ),
     "bucket of nothing": (["--model", "tiny", "--bucket-mb", "0"], ["--bucket-mb is 0.0", "above 0"]),
     "bucket not a number": (["--model", "tiny", "--bucket-mb", "nan"], ["--bucket-mb is nan", "above 0"]),
     "batch too small": (["--model", "tiny", "--replicas", "3", "--sequences", "2"], ["--sequences is 2", "3 replicas"]),

@@ -10,6 +10,7 @@ from torch import nn
 
 from runflat.elastic.corrupt import corrupt
 from runflat.errors import RunError
+from runflat.parallel.move import ShardState, read_state
 from runflat.parallel.optimizer import OptimizerSettings
 
 SEEDS = range(40)
@@ -25,6 +26,10 @@ class Victim:
         if stepped:
             sum(param.sum() for param in self.params.values()).backward()
             self.optimizer.step()
+
+    def state(self) -> ShardState:
+        """What the engine would give: the live tensors."""
+        return read_state(self.params, self.optimizer)
 
     def bits(self) -> list[int]:
         """All bits of weights and moments."""

@@ -18,15 +18,16 @@ from runflat.check.small import small_batch
 from runflat.check.verify import BUCKET_BYTES, replica_batches
 from runflat.parallel.casts import recompute_layers
 from runflat.parallel.comms import Comms, Group, Network
-from runflat.parallel.grad_sync import GradSync
-from runflat.parallel.optimizer import OptimizerSettings, build_optimizer
+from runflat.parallel.optimizer import OptimizerSettings
 from runflat.parallel.shard import ShardedModel, initial_weights
 from runflat.parallel.tp_plan import ShardingRules, build_meta_model, read_rules
 from runflat.plan.plan import Place, Plan
 from runflat.plan.planner import build_plan, live_devices
 from runflat.plan.sync_groups import Sync, SyncLayout, sync_layout
+from runflat.plan.zero import OptimizerMode, Ownership, ownership
 from runflat.train.step import Trainer, train_step
 from runflat.train.timing import StepTimes, Timeline
+from runflat.train.updater import Updater
 
 Collective = tuple[str, int, int]
 
@@ -50,11 +51,15 @@ class Job:
     in_memory: bool = True
     sync: Sync = "direct"
     sequence_parallel: bool = False
+    optimizer: OptimizerMode = "replicated"
 
 
 @dataclass
 class RankState:
-    """One device after the run: its collectives (operation, payload bytes, members), parameters and moments."""
+    """One device after the run: its collectives (operation, payload bytes, members), parameters and moments.
+
+    Moments are those of all that it holds or, with zero1, of what it keeps.
+    """
 
     collectives: list[Collective] = field(default_factory=list)
     tensors: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
@@ -69,6 +74,7 @@ class Ran:
     plan: Plan
     layout: SyncLayout
     ranks: Mapping[Place, RankState]
+    owned: Ownership | None
 
 
 Around = Callable[[PreTrainedModel, Callable[[], None]], Any]
@@ -84,6 +90,7 @@ def run_job(job: Job, around: Around | None = None, timelines: Mapping[Place, Ti
     layout = sync_layout(rules.spec, plan, job.bucket_bytes, job.dtype.itemsize, job.sync)
     batch = small_batch(job.config.vocab_size, job.config.pad_token_id, job.num_sequences, job.seq_len, 1)
     settings = OptimizerSettings(lr=1e-2, schedule="constant", total_steps=job.num_steps)
+    owned = ownership(rules.spec, plan, layout) if job.optimizer == "zero1" else None
     states = {place: RankState() for place in plan.places}
 
     def work(place: Place, comms: Comms) -> None:
@@ -97,9 +104,10 @@ def run_job(job: Job, around: Around | None = None, timelines: Mapping[Place, Ti
         model.train()
         if job.recompute:
             recompute_layers(model, keep=sharded.tp.keep)
-        optimizer, reports = build_optimizer(rules.spec, params, settings), place[1] == replica.live_slots[0]
-        sync = GradSync(rules.spec, plan, layout, place, comms, params, sharded.sources)
-        trainer = Trainer(model, params, sync, comms, optimizer, settings, reports, refresh=sharded.refresh)
+        updater = Updater(rules.spec, params, held, settings, owned.kept(place) if owned else None)
+        reports = place[1] == replica.live_slots[0]
+        sync = updater.sync(plan, layout, owned, place, comms, sharded.sources)
+        trainer = Trainer(model, params, sync, comms, updater.adamw, settings, reports, refresh=sharded.refresh)
         times = StepTimes(lambda name: None, timelines[place] if timelines else None)
         trainer = replace(trainer, phase=times.enter)
         own = replica_batches(plan, place, batch, job.micro_batch)
@@ -113,17 +121,15 @@ def run_job(job: Job, around: Around | None = None, timelines: Mapping[Place, Ti
                 times.end()
 
         states[place].inside = around(model, steps) if around else steps()
-        states[place].tensors = {
-            "weights": {name: param.detach() for name, param in params.items()},
-            **{key: {n: optimizer.state[p][key] for n, p in params.items()} for key in ("exp_avg", "exp_avg_sq")},
-        }
+        tensors = updater.state(job.num_steps).tensors
+        states[place].tensors = {"weights" if kind == "weight" else kind: dict(of) for kind, of in tensors.items()}
 
     def network_of(place: Place) -> Network:
         launched = timelines[place].launched if timelines else None
         return Network(recorder=lambda *collective: states[place].collectives.append(collective), launched=launched)
 
     run_ranks(plan, layout, work, network_of, in_memory=job.in_memory)
-    return Ran(rules, plan, layout, states)
+    return Ran(rules, plan, layout, states, owned)
 
 
 def run_group(size: int, work: Callable[[int, Group], Any]) -> list[Any]:

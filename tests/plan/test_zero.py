@@ -102,6 +102,33 @@ def test_all_devices_keep_about_as_much(
     assert max(kept.values()) < 1.15 * mean
 
 
+@pytest.mark.parametrize(("replicas", "dead"), [(4, [(1, 2)]), (8, [(0, 0), (1, 1), (1, 2)])])
+def test_a_change_of_plan_leaves_most_where_it_is(
+    make_spec: MakeSpec, make_plan: MakePlan, replicas: int, dead: list[Place]
+) -> None:
+    """Catches mirrors that are dealt anew to whoever has least: most moments would move with each loss.
+
+    What has to move is what the dead kept; some more moves to level what all keep. Counted in moments kept anew.
+    """
+    spec = make_spec(heads=32, kv_heads=8, ffn=4096, vocab=4000, layers=3)
+    old, new = make_plan(spec, 4, replicas), make_plan(spec, 4, replicas, dead)
+    before, after = (owned_by(spec, plan)[1] for plan in (old, new))
+    kept = {place: set(atoms(before.kept(place))) for place in new.places}
+    anew = {place: set(atoms(after.kept(place))) - kept[place] for place in new.places}
+    size = {param.name: param for param in spec.params}
+    numel = {
+        (name, kind, unit): param.numel
+        if kind == REPLICATED
+        else sum(s.kind == kind for s in param.segments) * spec.kind(kind).size_of((unit,)) * param.row_numel
+        for name, param in size.items()
+        for kind in param.kinds
+        for unit in range(1 if kind == REPLICATED else spec.kind(kind).num_units)
+    }
+    moved = sum(numel[atom] for found in anew.values() for atom in found)
+    gone = sum(before.kept_numel(place) for place in dead)
+    assert gone / 2 < moved < 4 * gone
+
+
 def test_what_is_owned_lies_in_a_row(make_spec: MakeSpec, make_plan: MakePlan) -> None:
     """Catches units dealt in turn: each would be an update, a message slice and a range of a file of its own."""
     spec = make_spec(heads=32, kv_heads=8, ffn=512, vocab=997, layers=3)

@@ -18,9 +18,11 @@ from runflat.errors import CheckpointError
 from runflat.parallel.optimizer import OptimizerSettings, build_optimizer
 from runflat.parallel.shard import cut
 from runflat.parallel.tp_plan import build_meta_model, read_rules
-from runflat.plan.plan import Plan
+from runflat.plan.plan import Place, Plan
 from runflat.plan.planner import build_plan, live_devices
+from runflat.plan.sync_groups import sync_layout
 from runflat.plan.units import ModelSpec, param_ranges
+from runflat.plan.zero import Ownership, ownership
 from runflat.train.checkpoint import (
     TENSORS,
     Progress,
@@ -29,7 +31,7 @@ from runflat.train.checkpoint import (
     newest_checkpoint,
 )
 from runflat.train.publishing import publish
-from runflat.train.shards import checkpoint_tensors, copy_shard, load_optimizer_state, write_shard
+from runflat.train.shards import OwnMoments, checkpoint_tensors, copy_shard, load_optimizer_state, write_shard
 
 LAYOUTS = {
     "whole": (4, 2, ()),
@@ -74,8 +76,12 @@ def plan_of(spec: ModelSpec, layout: str, generation: int = 0) -> Plan:
     return build_plan(spec, live_devices(tp, replicas, dead), tp, 16, 16, generation=generation)
 
 
-def save(run: Path, state: State, plan: Plan, step: int) -> Path:
-    """Save `state` as the devices of `plan` would; returns the checkpoint's folder."""
+def save(run: Path, state: State, plan: Plan, step: int, *, is_sharded: bool = False) -> Path:
+    """Save `state` as the devices of `plan` would, with moments of all they hold or, sharded, of what they keep.
+
+    Returns the checkpoint's folder.
+    """
+    owned = ownership(state.spec, plan, sync_layout(state.spec, plan, 1 << 12, 4)) if is_sharded else None
     shards = []
     for place in plan.places:
         held = plan.replica(place[0]).held(state.spec.kinds, place[1])
@@ -87,21 +93,44 @@ def save(run: Path, state: State, plan: Plan, step: int) -> Path:
         optimizer = build_optimizer(state.spec, params, OptimizerSettings())
         for name, param in params.items():
             optimizer.state[param] = {kind: parts[kind][name] for kind in TENSORS[1:]}
-        shards.append(write_shard(run, state.spec, copy_shard(state.spec, plan, place, step, params, optimizer)))
+        own = own_moments(state, owned, place) if owned is not None else None
+        shards.append(write_shard(run, state.spec, copy_shard(state.spec, plan, place, step, params, optimizer, own)))
     return publish(run, state.spec, plan, Progress(step, step, 16 * step, "ab"), shards)
+
+
+def own_moments(state: State, owned: Ownership, place: Place) -> OwnMoments:
+    """Returns what the device keeps of the optimizer's state."""
+    kept = owned.kept(place)
+    tensors = {
+        kind: {
+            p.name: cut(state.full[kind][p.name], p, param_ranges(state.spec, p, kept[p.name]))
+            for p in state.spec.params
+            if any(kept[p.name].values())
+        }
+        for kind in TENSORS[1:]
+    }
+    return OwnMoments(tensors, kept, owned.owned(place))
 
 
 def never(text: str) -> None:
     raise AssertionError(f"unexpected warning: {text}")
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("written", LAYOUTS)
-def test_any_layout_reads_what_any_layout_wrote(model: str, written: str, tmp_path: Path) -> None:
-    """Catches a unit written in the wrong order, by nobody or by two, and a fused segment read at a wrong offset."""
+@pytest.mark.parametrize(
+    ("model", "written", "is_sharded"),
+    [
+        *((model, written, False) for model in MODELS for written in LAYOUTS),
+        *((model, written, True) for model in ("fused", "biases") for written in ("uneven", "prime", "one device")),
+    ],
+)
+def test_any_layout_reads_what_any_layout_wrote(model: str, written: str, is_sharded: bool, tmp_path: Path) -> None:
+    """Catches a unit written in the wrong order, by nobody or by two, and a fused segment read at a wrong offset.
+
+    With sharded optimizer state moments of a unit lie in another file than its weight, and by parameter.
+    """
     config = MODELS[model]()
     state = random_state(config, LAYOUTS[written][0])
-    folder = save(tmp_path, state, plan_of(state.spec, written), 7)
+    folder = save(tmp_path, state, plan_of(state.spec, written), 7, is_sharded=is_sharded)
     checkpoint = newest_checkpoint(tmp_path, never)
     assert (checkpoint.folder, checkpoint.progress.step) == (folder, 7)
     assert_written_once(folder, state)
