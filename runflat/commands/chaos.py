@@ -14,6 +14,7 @@ import tyro
 
 from runflat.check.chaos import DIGEST_EVERY
 from runflat.errors import ConfigError
+from runflat.plan.zero import OptimizerMode
 
 if TYPE_CHECKING:
     from runflat.check.chaos_run import Outcome
@@ -51,6 +52,8 @@ class ChaosArgs:
     """Seed of the faults, and of weights and data; even seeds train 2 replicas of TP 4, odd ones 4 of TP 2."""
     on_failure: str = "ntp,drop"
     """What to do when devices are lost, as for `runflat train`."""
+    optimizer: OptimizerMode = "replicated"
+    """Who keeps AdamW's moments, as for `runflat train`: each holder of a unit, or (zero1) one owner and one mirror."""
     run: Path | None = None
     """Folder for the run, its log chaos.jsonl and chaos.json; none: a new one under runs/, named by the time."""
     replay: Path | None = None
@@ -92,7 +95,8 @@ def chaos(args: ChaosArgs, run: Path, say: Callable[[str], object]) -> dict[str,
     text = run / "text.txt"
     text.write_text("".join(f"{n} + {n} = {2 * n}\n" for n in range(TEXT_LINES)), encoding="utf-8")
     flags = [*MODEL.split(), *TRAIN.split(), "--data.paths", str(text), "--on-failure", args.on_failure]
-    for name, value in (("layout.replicas", replicas), ("layout.tp", tp), ("train.seed", args.seed)):
+    own = {"layout.replicas": replicas, "layout.tp": tp, "train.seed": args.seed, "train.optimizer": args.optimizer}
+    for name, value in own.items():
         flags += [f"--{name}", str(value)]
     events = read_events(args.replay) if args.replay else ()
     source = Replay(events) if args.replay else Random(args.seed)
@@ -103,7 +107,8 @@ def chaos(args: ChaosArgs, run: Path, say: Callable[[str], object]) -> dict[str,
     leaks = _leaks(outcome)
     windows = memory_windows(outcome.samples)
     problems = [*outcome.problems, *counts.problems, *leaks]
-    rest = {"seed": args.seed, "layout": f"{replicas}x{tp}", "on_failure": args.on_failure}
+    layout = f"{replicas}x{tp}"
+    rest = {"seed": args.seed, "layout": layout, "on_failure": args.on_failure, "optimizer": args.optimizer}
     found = {**outcome.to_json(), **counts.to_json(), "hangs": outcome.hangs + counts.hangs}
     flat = {"flat": not leaks, "memory_windows_bytes": windows}
     return {**rest, **found, **flat, "problems": problems, "clean": not problems}
