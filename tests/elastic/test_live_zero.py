@@ -63,3 +63,29 @@ def test_losses_and_returns(live: Any) -> None:
     assert [incident["devices"] for incident in hurt.summary["incidents"]] == [["1:1"], ["0:2"]]
     assert not {incident["action"] for incident in hurt.summary["incidents"]} & set(BACK)
     assert [change["joined"] for change in hurt.summary["changes"]] == [["1:1"], ["0:2"]]
+
+
+@pytest.mark.usefixtures("threads")
+def test_all_devices_of_a_replica_go_at_once(live: Any) -> None:
+    """Catches an owner and a mirror in one replica, which here is a machine: something would be lost with it."""
+    whole = live.train("whole", RUN)
+    events = [*(kill(f"1:{slot}", 4, "sync") for slot in range(3)), *(back(f"1:{slot}", 6) for slot in range(3))]
+    hurt = live.train("hurt", f"{ZERO} --train.memory-every 0", events)
+    check_alike(whole, hurt)
+    assert {name for incident in hurt.summary["incidents"] for name in incident["devices"]} == {"1:0", "1:1", "1:2"}
+    assert not {incident["action"] for incident in hurt.summary["incidents"]} & set(BACK)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize(("memory_every", "action"), [(2, "memory"), (0, "checkpoint")])
+def test_where_there_is_no_mirror_the_run_goes_back(
+    live: Any, capsys: pytest.CaptureFixture[str], memory_every: int, action: str
+) -> None:
+    """Catches a run that goes on without the moments that only the lost device had, or that is not told so before."""
+    alone = "--layout.replicas 1 --train.checkpoint-every 3"
+    whole = live.train("whole", f"{RUN} {alone}")
+    capsys.readouterr()
+    hurt = live.train("hurt", f"{ZERO} {alone} --train.memory-every {memory_every}", [kill("0:1", 5)])
+    assert "have no mirror" in " ".join(capsys.readouterr().out.split())
+    check_alike(whole, hurt)
+    assert [incident["action"] for incident in hurt.summary["incidents"]] == [action]
