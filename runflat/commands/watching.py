@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from runflat.elastic.endpoint import MAX_PORT
+from runflat.elastic.endpoint import MAX_PORT, local_address
 from runflat.errors import ConfigError
 
-FLAGS = """Watching: --page PORT serves a live page and /metrics (Prometheus) on this machine; --page-host ADDRESS
-serves it elsewhere; --page-token TOKEN (or auto) lets it drain and return devices. --on-incident COMMAND|URL is told of
-each incident, as JSON on its input or posted. --tensorboard DIR writes the run's numbers for TensorBoard."""
+FLAGS = """Watching: --page PORT serves a live page and /metrics (Prometheus) on this machine; --page-host HOST (an
+address, a host name or an interface) serves it elsewhere; --page-token TOKEN (or auto) lets it drain and return
+devices. --on-incident COMMAND|URL is told of each incident, as JSON on its input or posted. --tensorboard DIR writes
+the run's numbers for TensorBoard."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +49,7 @@ def split(argv: Sequence[str]) -> tuple[Watching, list[str]]:
         check_tensorboard()  # before anything is prepared
     return Watching(
         page=port,
-        host=found.get("--page-host", "127.0.0.1"),
+        host=local_address(found.get("--page-host", "127.0.0.1"), "--page-host"),
         token=secrets.token_urlsafe(16) if token == "auto" else token,
         on_incident=found.get("--on-incident"),
         tensorboard=None if folder is None else Path(folder),
@@ -119,7 +120,7 @@ def watched(watching: Watching, run: Path, say: Callable[[str], None]) -> Iterat
             def pass_on(action: Literal["drain", "return"], device: str) -> tuple[bool, str]:
                 return ask(run, action, device, time.sleep)
 
-            page = LivePage(run, watching.host, watching.page, watching.token, pass_on)
+            page = LivePage(run, watching.host, watching.page, watching.token, pass_on, say)
             stack.callback(page.close)
             secret = f"#token={watching.token}" if watching.token else ""
             say(f"page: {page.url}{secret}  metrics: {page.url}metrics")

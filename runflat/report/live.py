@@ -8,6 +8,8 @@ from __future__ import annotations
 import hmac
 import json
 import math
+import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from runflat.cluster.refusals import Refusals
 from runflat.errors import ConfigError, RunflatError
 from runflat.report.device_map import device_map, map_json
 from runflat.report.metrics import prometheus
@@ -24,6 +27,9 @@ from runflat.report.run_files import RunData, RunFiles
 from runflat.report.views import View, run_view
 
 POLL_S = 0.5
+MOST_READERS = 32
+PATIENCE_S = 10.0
+"""What a reader has to ask, and to take each part of the answer."""
 REST = 10.0
 MOST_BODY_BYTES = 4096
 FINISHED = "finished"
@@ -100,11 +106,55 @@ def _state(data: RunData) -> str:
     return str(waiting) if waiting else f"running, step {data.devices.get('step', 0)}"
 
 
+class _Server(ThreadingHTTPServer):
+    """A thread for each reader, of whom there are at most `MOST_READERS`: all of this lives in the controller."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(
+        self, host: str, port: int, handler: type[BaseHTTPRequestHandler], refused: Callable[[str, str], None]
+    ):
+        """Listen; `refused` takes (address, reason) of who was turned away."""
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._places = threading.BoundedSemaphore(MOST_READERS)
+        self._refused = refused
+        super().__init__((host, port), handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Begin to serve who has called, or hang up where too many are served."""
+        if self._places.acquire(blocking=False):
+            super().process_request(request, client_address)
+            return
+        self._refused(str(client_address[0]), "too many read the page")
+        self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Serve one reader."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._places.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A reader that has gone is no error; all else is told."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
+
+
 class LivePage:
     """A server on `host`:`port` (0: a free one) until `close`. Without a token it changes nothing."""
 
-    def __init__(self, run: Path, host: str, port: int, token: str | None, ask: Ask):
-        """Start to serve.
+    def __init__(
+        self,
+        run: Path,
+        host: str,
+        port: int,
+        token: str | None,
+        ask: Ask,
+        log: Callable[[str], object] = lambda _: None,
+    ):
+        """Start to serve; `log` takes lines for people, of those who were refused.
 
         Raises:
             ConfigError: the address cannot be had.
@@ -113,16 +163,18 @@ class LivePage:
         self.token = token
         self.ask = ask
         self.ended = threading.Event()
+        self._log = log
+        self._refusals = Refusals()
+        self._lock = threading.Lock()
         page = self
 
         class Handler(_Handler):
             live = page
 
         try:
-            self._server = ThreadingHTTPServer((host, port), Handler)
+            self._server = _Server(host, port, Handler, self.refused)
         except OSError as error:
             raise ConfigError(f"the page cannot be served at {host}:{port}: {error}. Give another --page.") from error
-        self._server.daemon_threads = True
         self.host, self.port = host, self._server.server_address[1]
         self._thread = threading.Thread(target=self._server.serve_forever, name="page", daemon=True)
         self._thread.start()
@@ -130,7 +182,20 @@ class LivePage:
     @property
     def url(self) -> str:
         """Where the page is."""
-        return f"http://{self.host}:{self.port}/"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}/"
+
+    def refused(self, address: str, reason: str) -> None:
+        """Somebody was turned away: say so, in lines whose number strangers do not decide."""
+        with self._lock:
+            self._refusals.add(address, reason)
+        self._note()
+
+    def _note(self, *, all_of_them: bool = False) -> None:
+        with self._lock:
+            lines = self._refusals.due(time.monotonic(), all_of_them=all_of_them)
+        for line in lines:
+            self._log(f"page: {line}")
 
     def close(self) -> None:
         """Stop serving."""
@@ -138,11 +203,13 @@ class LivePage:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+        self._note(all_of_them=True)
 
 
 class _Handler(BaseHTTPRequestHandler):
     live: LivePage
     protocol_version = "HTTP/1.0"
+    timeout = PATIENCE_S
 
     def log_message(self, format: str, *args: object) -> None:
         """Say nothing: the screen is the run's."""
@@ -190,6 +257,7 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(size)) if size.isdigit() and int(size) <= MOST_BODY_BYTES else b""
         refusal = self._refusal()
         if refusal is not None:
+            self.live.refused(self.client_address[0], refusal)
             self._reply(403, False, refusal)
             return
         try:

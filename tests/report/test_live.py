@@ -126,6 +126,13 @@ def test_a_foreign_name_for_this_machine_reads_nothing(page: LivePage) -> None:
     assert caught.value.code == 403
 
 
+def test_the_page_at_an_interface() -> None:
+    """Catches an interface that is taken for a host name, as the controller's --listen takes it."""
+    assert split(["--page", "0", "--page-host", "lo"])[0].host == "127.0.0.1"
+    with pytest.raises(ConfigError, match="--page-host is 'no such host'"):
+        split(["--page", "0", "--page-host", "no such host"])
+
+
 @pytest.mark.needs_chromium
 @pytest.mark.xdist_group("browser")
 def test_the_page_follows_a_loss_and_a_return(
