@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import selectors
@@ -67,6 +68,10 @@ class LocalWorkers:
         self._selector = selectors.DefaultSelector()
         self._connections: dict[str, Connection] = {}
         self._processes: dict[tuple[str, int], BaseProcess] = {}
+        self._ending: dict[tuple[str, int], float] = {}
+        """Processes that have hung up, and until when they may take to end."""
+        self._killed: set[tuple[str, int]] = set()
+        """Those of them that were killed because they took longer."""
         self._current: dict[str, int] = {}
 
     def start(self, device: str, incarnation: int) -> None:
@@ -100,9 +105,12 @@ class LocalWorkers:
         Raises:
             RunError: a message that is none of ours.
         """
-        for key, _ in self._selector.select(timeout_s):
+        due_s = min(self._ending.values(), default=math.inf) - time.monotonic()
+        for key, _ in self._selector.select(max(min(timeout_s, due_s), 0.0)):
             ready = key.fileobj
-            assert isinstance(ready, Connection)
+            if not isinstance(ready, Connection):  # the sentinel of a process that was still ending
+                yield self._ended(*key.data)
+                continue
             device, incarnation = self._channels[ready]
             try:
                 # All that is there, not one each: a burst must not delay the exit notice behind it.
@@ -111,20 +119,40 @@ class LocalWorkers:
                     if not ready.poll():
                         break
             except (EOFError, OSError):
-                yield device, incarnation, self._ended(ready, device, incarnation)
+                self._hung_up(ready, device, incarnation)
+                if self._processes[device, incarnation].exitcode is not None:
+                    yield self._ended(device, incarnation)
+        for device, incarnation in [one for one, until_s in self._ending.items() if until_s <= time.monotonic()]:
+            yield from self._overdue(device, incarnation)
 
-    def _ended(self, connection: Connection, device: str, incarnation: int) -> Message:
+    def _hung_up(self, connection: Connection, device: str, incarnation: int) -> None:
+        """A channel has ended. Its process is about to, for which the others' messages must not wait."""
         self._selector.unregister(connection)
         connection.close()
         del self._channels[connection]
         if self._connections.get(device) is connection:
             del self._connections[device]
-        process = self._processes.pop((device, incarnation))
-        process.join(END_TIMEOUT_S)
-        if process.is_alive():  # nobody can reach it any more, so it must not outlive its channel
+        one = device, incarnation
+        self._ending[one] = time.monotonic() + END_TIMEOUT_S
+        self._selector.register(self._processes[one].sentinel, selectors.EVENT_READ, one)
+
+    def _overdue(self, device: str, incarnation: int) -> Iterator[tuple[str, int, Message]]:
+        """Kill a process that has hung up and does not end: nobody can reach it. One that outlives that is given up."""
+        process = self._processes[device, incarnation]
+        if (device, incarnation) in self._killed:
+            yield self._ended(device, incarnation)
+        else:
+            self._killed.add((device, incarnation))
             process.kill()
-            process.join(END_TIMEOUT_S)
-        return Exited(incarnation=incarnation, code=process.exitcode)
+            self._ending[device, incarnation] = time.monotonic() + END_TIMEOUT_S
+
+    def _ended(self, device: str, incarnation: int) -> tuple[str, int, Message]:
+        """The last message of a process."""
+        del self._ending[device, incarnation]
+        self._killed.discard((device, incarnation))
+        process = self._processes.pop((device, incarnation))
+        self._selector.unregister(process.sentinel)
+        return device, incarnation, Exited(incarnation=incarnation, code=process.exitcode)
 
     def pid(self, device: str) -> int | None:
         """Process id of a device's present worker; None when it has ended."""
