@@ -103,3 +103,31 @@ def test_resharding_costs_time_inside_the_replica() -> None:
     assert before == pytest.approx(after)
     assert direct.phases_s(LINKS)[::2] == (0.0, 0.0)
     assert sum(direct.phases_s(LINKS)) <= 0.95 * (before + summed + after)
+
+
+def busiest_bytes(tp: int, sync: Sync, dead: bool = True) -> tuple[Recorded, float]:
+    """Returns a recorded step of two replicas of a narrow llama3-70b, and what its busiest healthy device sent."""
+    heads = {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 4}
+    config = LlamaConfig(num_hidden_layers=8, hidden_size=256, intermediate_size=896, vocab_size=400, **heads)
+    spec = read_rules(build_meta_model(config, torch.float32), tp).spec
+    plan = build_plan(spec, live_devices(tp, 2, [(1, 1)] if dead else []), tp, 32, 64)
+    found = record(spec, plan, sync_layout(spec, plan, 1 << 20, 4, sync), 1.0)
+    return found, max(found.sent_bytes(place) for place in plan.places if place[0] == 0)
+
+
+@pytest.mark.parametrize(("tp", "most"), [(8, 0.80), (4, 0.65)])
+def test_direct_sends_less(tp: int, most: float) -> None:
+    """Catches an exchange that loads a device more than its share: counted bytes with one dead slot.
+
+    Against `reshard` of the busiest healthy device; against the failure-free exchange of healthy devices at other
+    slots, and of survivors, which have tp_full / tp of the units.
+    """
+    (full, _), (direct, sent), (_, resharded) = (
+        busiest_bytes(tp, "direct", dead=False),
+        busiest_bytes(tp, "direct"),
+        busiest_bytes(tp, "reshard"),
+    )
+    assert sent <= most * resharded
+    growth = {place: direct.sent_bytes(place) / full.sent_bytes(place) for place in direct.plan.places}
+    assert max(growth[place] for place in growth if place[0] == 0 and place[1] != 1) <= 1.05
+    assert max(growth[place] for place in growth if place[0] == 1) <= 1.05 * tp / (tp - 1)
