@@ -16,7 +16,7 @@ from pydantic import Field, field_validator, model_validator
 from runflat.errors import ConfigError
 from runflat.plan.strategies import Strategy, parse_chain
 from runflat.plan.sync_groups import Sync
-from runflat.power.sections import DeviceSection, PowerSection, Section, check_power
+from runflat.power.sections import DeviceSection, PowerSection, Section, check_curves, check_power
 
 
 class ModelSection(Section):
@@ -367,7 +367,9 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _power_can_be_steered(self) -> TrainConfig:
-        if self.boost or self.power.save:
+        steered = self.boost or self.power.save
+        check_curves(steered, self.devices == "emulated", self.device, self.power)
+        if steered:
             check_power(self.boost, self.devices == "emulated", self.device, self.power)
             if self.power.module_budget_w is not None and self.layout.tp % self.power.module_devices:
                 raise ValueError(

@@ -123,6 +123,8 @@ def test_dead_slots_are_read_as_numbers() -> None:
         ({"cap": 4}, "cap is 4, but rule is constant"),
         ({"rule": "capped", "cap": 4}, "at most 4 sequences, but train.global_batch is 8"),
         ({"rule": "shrink"}, "rule"),
+        ({"power": {"curve": "cube"}}, "power.curve is cube, but nothing steers power"),
+        ({"device": {"curve": "cube"}}, "device.curve is cube, but devices are not emulated"),
     ],
 )
 def test_strategies_that_cannot_work_are_refused(values: dict[str, Any], said: str) -> None:

@@ -77,6 +77,25 @@ class PowerSection(Section):
     limits of the agent's devices."""
 
 
+def check_curves(steered: bool, emulated: bool, device: DeviceSection, power: PowerSection) -> None:
+    """Whether the curves that are named are used.
+
+    Raises:
+        ValueError: one is not; says which, and what would use it.
+    """
+    if power.curve is not None and not steered:
+        raise ValueError(
+            f"power.curve is {power.curve}, but nothing steers power, so that it would be ignored: ask for boost or "
+            f"power.save, or leave it out"
+        )
+    default = DeviceSection.model_fields["curve"].default
+    if device.curve != default and not (steered or emulated):
+        raise ValueError(
+            f"device.curve is {device.curve}, but devices are not emulated and nothing steers power, so that it would "
+            f"be ignored: use devices emulated, ask for boost or power.save, or leave it out"
+        )
+
+
 def check_power(boost: bool, emulated: bool, device: DeviceSection, power: PowerSection) -> None:
     """Whether power can be steered as asked.
 

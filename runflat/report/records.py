@@ -7,7 +7,7 @@ each of which counts its own time from 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,8 @@ class Step:
     """Part of the devices' declared peak that the model's products used."""
     peak_bytes: float | None = None
     """Most memory that any device has used."""
+    parts_s: tuple[tuple[str, float], ...] = ()
+    """Seconds of each part of the step, of the replica that took longest for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +193,17 @@ def step_row(row: Row) -> Step:
         tokens_per_s_per_device=number(row, "tokens_per_s_per_device"),
         mfu=number(row, "mfu"),
         peak_bytes=number(row, "peak_bytes"),
+        parts_s=_longest_parts(replicas),
     )
+
+
+def _longest_parts(replicas: Sequence[Row]) -> tuple[tuple[str, float], ...]:
+    """Of each part of a step the most seconds that a replica took."""
+    longest: dict[str, float] = {}
+    for entry in replicas:
+        for name, seconds in parts(entry, "parts_s"):
+            longest[name] = max(seconds, longest.get(name, 0.0))
+    return tuple(longest.items())
 
 
 def _power(row: Row) -> Power | None:

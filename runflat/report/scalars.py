@@ -68,6 +68,8 @@ def step_values(step: Step) -> Iterator[Value]:
     yield "train/tokens_per_s_per_device", step.tokens_per_s_per_device
     yield "train/mfu", step.mfu
     yield "memory/peak_bytes", step.peak_bytes
+    for part, seconds in step.parts_s:
+        yield f"parts/{part}_s", seconds
     if step.power is not None:
         yield "power/draw_w", step.power.draw_w
         yield "power/limit_w", step.power.limit_w

@@ -1,6 +1,7 @@
 """TensorBoard's event file of a run: which numbers are in it, at which step; what is said where there is none."""
 
 import importlib.util
+import json
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -65,6 +66,18 @@ def test_power_has_curves_where_it_is_known(run_folder: Path) -> None:
     assert (found["power/limit_w"].step, found["power/limit_w"].value) == (0, 4000.0)
     assert found["power/device_1_0/draw_w"].value == 1290.0
     assert "power/draw_w" not in found
+
+
+def test_parts_of_a_step_have_curves(run_folder: Path) -> None:
+    """Catches parts of a step that never reach TensorBoard, and those of a replica for which others waited not."""
+    path = run_folder / "steps.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for replica, (forward_s, sync_s) in zip(rows[3]["replicas"], ((0.2, 0.05), (0.3, 0.01)), strict=True):
+        replica["parts_s"] = {"forward": forward_s, "sync": sync_s}
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    scalars, _ = new_scalars(read_run(run_folder), Told())
+    found = [(one.tag, one.step, one.value) for one in scalars if one.tag.startswith("parts/")]
+    assert found == [("parts/forward_s", 3, 0.3), ("parts/sync_s", 3, 0.05)]
 
 
 def test_each_number_is_told_once(run_folder: Path) -> None:
