@@ -2,9 +2,11 @@
 
     python killed_saves.py FOLDER
 
+Then others are killed by the system in the middle of writing a file: the file may not grow beyond so many bytes.
+
 The save is a worker's (copy, background thread, file, index entry) and the controller's (publish, retention). After
 each kill the newest checkpoint must be whole and of one save, and the next save must succeed. Prints the points at
-which a process was killed, as JSON: {"new step": ["mkdir", ...], "same step again": [...]}.
+which a process was killed, as JSON: {"new step": ["mkdir", ...], "same step again": [...], "cut": [bytes, ...]}.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -40,6 +43,7 @@ from runflat.train.shards import checkpoint_tensors, copy_shard
 CALLS = ("mkdir", "open", "flush", "fsync", "__exit__", "rename", "unlink", "rmdir")
 """What reaches the disk; a write fills a buffer, which these (and larger writes before a flush) empty."""
 KEEP = 2
+NUM_CUTS = 12
 CONFIG = LlamaConfig(
     vocab_size=8,
     hidden_size=8,
@@ -162,7 +166,42 @@ def scenario(folder: Path, step: int) -> list[str]:
     return points
 
 
+def cut_off(most_bytes: int, work: Callable[[], None]) -> bool:
+    """Do `work` in a process that the system kills in the write that makes a file longer than that; whether it was."""
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
+        work()
+        os._exit(0)
+    status = os.waitpid(child, 0)[1]
+    assert status == 0 or os.WTERMSIG(status) == signal.SIGXFSZ, (most_bytes, status)
+    return status != 0
+
+
+def cut_files(folder: Path, run: Path) -> list[int]:
+    """Kill saves inside a write, after ever more bytes of it, until all files fit; the numbers of bytes."""
+    start = folder / "start"
+    save(start, 1, 0)
+    sizes = {path.stat().st_size for path in start.rglob("*") if path.is_file()}
+    cuts: list[int] = []
+    for most_bytes in range(8, max(sizes), max(sizes) // NUM_CUTS):
+        shutil.copytree(start, run)
+        assert cut_off(most_bytes, lambda: save(run, 2, 1)), most_bytes
+        partial = [path.stat().st_size for path in (run / "checkpoints").glob(".*/*")]
+        assert most_bytes in partial, "some file ends where it was cut"
+        assert whole(newest_checkpoint(run, unexpected)) == (1, 0)
+        save(run, 3, 2)  # the next life
+        assert whole(newest_checkpoint(run, unexpected)) == (3, 2)
+        shutil.rmtree(run)
+        cuts.append(most_bytes)
+    shutil.rmtree(start)
+    return cuts
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     base = Path(sys.argv[1])
-    print(json.dumps({"new step": scenario(base, 3), "same step again": scenario(base, 2)}))
+    found = {"new step": scenario(base, 3), "same step again": scenario(base, 2), "cut": cut_files(base, base / "run")}
+    print(json.dumps(found))
