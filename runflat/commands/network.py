@@ -111,24 +111,32 @@ def announce(run: Path, door: Endpoint) -> Endpoint:
 
 
 def find_controller(given: str | None, run: Path | None, environment: Mapping[str, str]) -> Endpoint:
+    """Where the controller is, its host as an address.
+
+    Raises:
+        ConfigError: as `named_controller`, or the host is not known (yet).
+    """
+    found = named_controller(given, run, environment)
+    return Endpoint(resolved(found.host, "the controller's host"), found.port)
+
+
+def named_controller(given: str | None, run: Path | None, environment: Mapping[str, str]) -> Endpoint:
     """Where the controller is: as `given`, else as the run's folder says, else at MASTER_ADDR and MASTER_PORT.
 
     Raises:
-        ConfigError: nothing of these says it, or the host is not known (yet).
+        ConfigError: nothing of these says it.
     """
     if given is not None:
-        found = parse_endpoint(given, "--controller")
-    elif run is not None:
-        found = _announced(run / ENDPOINT_NAME)
-    elif environment.get("MASTER_ADDR") and environment.get("MASTER_PORT"):
+        return parse_endpoint(given, "--controller")
+    if run is not None:
+        return _announced(run / ENDPOINT_NAME)
+    if environment.get("MASTER_ADDR") and environment.get("MASTER_PORT"):
         text = str(Endpoint(environment["MASTER_ADDR"], 0)).removesuffix("0") + environment["MASTER_PORT"]
-        found = parse_endpoint(text, "MASTER_ADDR:MASTER_PORT")
-    else:
-        raise ConfigError(
-            "it is not known where the controller is: give --controller HOST:PORT, --run with the folder of a run that "
-            "both can read, or MASTER_ADDR and MASTER_PORT in the environment."
-        )
-    return Endpoint(resolved(found.host, "the controller's host"), found.port)
+        return parse_endpoint(text, "MASTER_ADDR:MASTER_PORT")
+    raise ConfigError(
+        "it is not known where the controller is: give --controller HOST:PORT, --run with the folder of a run that "
+        "both can read, or MASTER_ADDR and MASTER_PORT in the environment."
+    )
 
 
 def _announced(path: Path) -> Endpoint:

@@ -11,7 +11,7 @@ from pathlib import Path
 import tyro
 
 from runflat import __version__
-from runflat.commands.network import WAIT_S, find_controller, read_token
+from runflat.commands.network import WAIT_S, find_controller, named_controller, read_token
 from runflat.elastic.attend import Attendant
 from runflat.elastic.calls import Caller
 from runflat.elastic.endpoint import local_address
@@ -60,8 +60,8 @@ def main(argv: list[str]) -> int:
     local_rank = number(args.local_rank, "--local-rank", environment, ("LOCAL_RANK", "SLURM_LOCALID")) or 0
     node = args.node or environment.get("SLURMD_NODENAME") or socket.gethostname()
     host = local_address(args.host, "--host") if args.host else None
-    if args.run is None:  # else the files may still come
-        find_controller(args.controller, None, environment)
+    if args.run is None:  # else the files may still come; so may the host's name
+        named_controller(args.controller, None, environment)
         read_token(args.token_file, None, environment)
 
     def about(ours: str) -> Caller:

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from runflat.cli import run as runflat
+from runflat.commands import worker
 from runflat.commands.callers import by_rank
 from runflat.commands.controller import parse_controller
 from runflat.commands.network import announce, controller_token, find_controller, read_token, split
 from runflat.commands.worker import number
 from runflat.elastic.endpoint import Endpoint
-from runflat.errors import ConfigError
+from runflat.errors import ConfigError, RunError
 
 SECRET = "a secret of some length"
 
@@ -67,6 +68,18 @@ def test_where_the_controller_is(tmp_path: Path) -> None:
     for given, run in ((None, tmp_path), (None, None), ("nowhere.invalid:1", None)):
         with pytest.raises(ConfigError):
             find_controller(given, run, {})
+
+
+def test_a_name_that_is_not_known_yet_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a worker that ends because it is started before the controller's name is known, as pods may be."""
+
+    def unknown(host: str, what: str) -> str:
+        raise ConfigError(f"{what} {host} is not known")
+
+    monkeypatch.setattr("runflat.commands.network.resolved", unknown)
+    monkeypatch.setenv("RUNFLAT_TOKEN", "a token that is long enough for anybody")
+    with pytest.raises(RunError, match="no controller for 0 s"):
+        worker.main(["--rank", "0", "--controller", "job-0.job:29500", "--wait-s", "0"])
 
 
 def test_the_rank_comes_from_a_flag_or_the_environment(
