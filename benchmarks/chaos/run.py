@@ -1,11 +1,11 @@
-"""What a job loses under 200 faults at random, for three seeds: `runflat chaos`, its counts side by side.
+"""What a job loses under many faults at random: `runflat chaos`, its counts side by side, a column for each seed.
 
     python benchmarks/chaos/run.py [--faults 200] [--seeds 0 1 2]
     python benchmarks/chaos/run.py --runs runs/chaos-0 runs/chaos-1 runs/chaos-2
 
 The second form reports runs of `runflat chaos --faults 200 --seed S --run DIR` that were made before. What is counted
 (descriptors, threads, ports) is seen before the first fault and after the last one, once the groups that were left
-have gone; memory whenever all devices are there.
+have gone; memory whenever all devices are there. `zero1/` has a run of `runflat chaos --optimizer zero1`.
 """
 
 from __future__ import annotations
@@ -78,6 +78,7 @@ def rows(results: list[Result]) -> list[tuple[str, ...]]:
 
     return [
         row("replicas x TP degree", "", lambda result: result["layout"]),
+        row("optimizer state", "", lambda result: result.get("optimizer", "replicated")),
         row("faults", "", lambda result: result["num_faults"]),
         row("of them kills", "", lambda result: struck(result, "kill")),
         row("stops, slow devices", "", lambda result: struck(result, "stop", "slow")),
