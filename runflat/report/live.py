@@ -12,7 +12,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Literal
@@ -30,6 +31,8 @@ POLL_S = 0.5
 MOST_READERS = 32
 PATIENCE_S = 10.0
 """What a reader has to ask, and to take each part of the answer."""
+LAST_WORD_S = 5.0
+"""How long the end waits for pages to be told of it."""
 REST = 10.0
 MOST_BODY_BYTES = 4096
 FINISHED = "finished"
@@ -166,6 +169,8 @@ class LivePage:
         self._log = log
         self._refusals = Refusals()
         self._lock = threading.Lock()
+        self._num_streams = 0
+        self._told = threading.Condition()
         page = self
 
         class Handler(_Handler):
@@ -197,9 +202,23 @@ class LivePage:
         for line in lines:
             self._log(f"page: {line}")
 
+    @contextmanager
+    def streaming(self) -> Iterator[None]:
+        """While somebody is sent each new state: `close` lets them have the last one."""
+        with self._told:
+            self._num_streams += 1
+        try:
+            yield
+        finally:
+            with self._told:
+                self._num_streams -= 1
+                self._told.notify_all()
+
     def close(self) -> None:
-        """Stop serving."""
+        """Stop serving, once the pages that follow have the last state; waits at most `LAST_WORD_S` for that."""
         self.ended.set()
+        with self._told:
+            self._told.wait_for(lambda: not self._num_streams, LAST_WORD_S)
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -226,7 +245,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.live.snapshots.refresh()
             self._answer(200, "text/plain; version=0.0.4; charset=utf-8", prometheus(self.live.snapshots.data))
         elif self.path == "/events":
-            self._stream()
+            with self.live.streaming():
+                self._stream()
         else:
             self._answer(404, "text/plain", "there is no such page\n")
 

@@ -364,21 +364,19 @@ def test_figures_that_take_long_rest_long_and_the_map_does_not(make_run: MakeRun
     assert sorted(json.loads(other)["html"]) == both
 
 
-def test_figures_that_had_to_wait_are_owed(make_run: MakeRun, tmp_path: Path) -> None:
-    """Catches a page whose figures stay old when nothing changes after a change that came while they rested."""
-    run = make_run(tmp_path / "job", finished=False)
-    clock = iter([0.0, 0.0, 2.0, 2.0, 9.0, 9.0, 22.0, 22.0, 22.0, 24.0, 24.0])
-    snapshots = Snapshots(run, lambda: next(clock))
-    snapshots.refresh()
-    _, sent = snapshots.message()  # drawn from 0 to 2 s: they rest until 22 s
-    assert not snapshots.owes_figures(sent)
-    devices = json.loads((run / "devices.json").read_text())
-    (run / "devices.json").write_text(json.dumps(devices | {"step": 77}))
-    snapshots.refresh()
-    text, sent = snapshots.message(sent)
-    assert json.loads(text)["html"] == {}
-    assert not snapshots.owes_figures(sent)  # at 9 s
-    assert snapshots.owes_figures(sent)
-    text, sent = snapshots.message(sent)
-    assert json.loads(text)["html"] != {}
-    assert not snapshots.owes_figures(sent)
+def test_the_end_waits_for_the_last_word(page: LivePage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a process that ends while the last state is drawn, so that open pages never say that the run is over."""
+    message, said = page.snapshots.message, []
+
+    def slow(figures_sent: int = -1) -> tuple[str, int]:
+        if page.ended.is_set():
+            threading.Event().wait(0.5)
+            said.append("last")
+        return message(figures_sent)
+
+    monkeypatch.setattr(page.snapshots, "message", slow)
+    monkeypatch.setattr(page.snapshots, "owes_figures", lambda sent: page.ended.is_set())
+    with urllib.request.urlopen(f"{page.url}events", timeout=20) as stream:
+        assert stream.readline().startswith(b"data: ")
+        page.close()
+        assert said == ["last"]
