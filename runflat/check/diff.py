@@ -9,9 +9,8 @@ from pathlib import Path
 
 from runflat.check.verify import kind_of
 from runflat.errors import CheckpointError
-from runflat.plan.units import ParamSpec
+from runflat.plan.units import TENSORS, ParamSpec
 from runflat.train.checkpoint import (
-    TENSORS,
     Checkpoint,
     checkpoint_of_step,
     model_difference,

@@ -21,7 +21,8 @@ from runflat.check.checker import Books, Counts
 from runflat.check.reference import AdamW, reference_optimizer
 from runflat.errors import CheckpointError
 from runflat.parallel.casts import LiftCasts
-from runflat.train.checkpoint import TENSORS, newest_checkpoint
+from runflat.plan.units import TENSORS
+from runflat.train.checkpoint import newest_checkpoint
 from runflat.train.shards import checkpoint_tensors
 
 LOSS_TOLERANCE = 1e-9

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from runflat.cluster.topology import seats_by_rank
-from runflat.commands.plan_zero import NUM_MOMENTS
 from runflat.elastic.seats import read_domains
 from runflat.errors import ConfigError
 from runflat.plan.blast import Blast
 from runflat.plan.plan import Plan
+from runflat.plan.units import MOMENTS
 
 MAX_KINDS = 12
 """Kinds of domain that are told one by one."""
@@ -118,7 +118,7 @@ def domains_json(blasts: tuple[Blast, ...], element_bytes: int) -> list[dict[str
             "devices": list(blast.devices),
             "replicas": [{"replica": hit.replica, "tp": hit.before, "tp_after": hit.after} for hit in blast.hits],
             "lost_units": blast.lost,
-            "lost_moments_bytes": blast.lost_moments * NUM_MOMENTS * element_bytes,
+            "lost_moments_bytes": blast.lost_moments * len(MOMENTS) * element_bytes,
             "num_left": blast.num_left,
             "goes_on": blast.goes_on,
         }

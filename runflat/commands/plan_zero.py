@@ -10,10 +10,9 @@ from typing import Any, Literal
 from runflat.plan.plan import Place, Plan
 from runflat.plan.sharded_state import Origin, ShardedState
 from runflat.plan.sync_groups import Members
-from runflat.plan.units import ModelSpec
+from runflat.plan.units import MOMENTS, ModelSpec
 from runflat.plan.zero import Ownership
 
-NUM_MOMENTS = 2
 Size = Callable[[float], str]
 
 
@@ -46,7 +45,7 @@ class ZeroReport:
 
 def zero_report(owned: Ownership, plan: Plan, element_bytes: int) -> ZeroReport:
     """What one fault may take of `owned`, under `plan` and the domains that it knows."""
-    width = NUM_MOMENTS * element_bytes
+    width = len(MOMENTS) * element_bytes
     domain_of = {place: plan.domain(plan.device(place)) for place in plan.places}
     found = [Exposed("no mirror", holders, numel * width) for holders, numel in owned.without_mirror.items()]
     if all(domain_of.values()):
@@ -113,7 +112,7 @@ def zero_json(report: ZeroReport | None, plan: Plan) -> dict[str, Any]:
 
 def opening_lines(owned: Ownership, plan: Plan, element_bytes: int, size: Size) -> list[str]:
     """What a run with zero1 begins with: memory and traffic of the device that has most, and what has no mirror."""
-    width = NUM_MOMENTS * element_bytes
+    width = len(MOMENTS) * element_bytes
     kept = max(map(owned.kept_numel, plan.places)) * width
     sent = max(owned.sent(place).total for place in plan.places) * element_bytes
     report = zero_report(owned, plan, element_bytes)

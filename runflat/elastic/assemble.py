@@ -23,11 +23,9 @@ from runflat.plan.batch import BatchRule
 from runflat.plan.plan import Plan, plan_from_json
 from runflat.plan.sharded_state import Keeping, ShardedState
 from runflat.plan.strategies import Chain, JobFacts, parse_chain
-from runflat.plan.units import ModelSpec
+from runflat.plan.units import TENSORS, ModelSpec
 from runflat.train.checkpoint import Checkpoint, Progress
 
-STATE_TENSORS = 3
-"""Tensors that move with a unit: weight and two moments."""
 KEPT_OWNERSHIPS = 8
 """Plans of which the controller remembers who keeps what."""
 
@@ -56,7 +54,7 @@ def layout_planner(
         job=JobFacts(num_replicas=replicas, tp_full=tp, num_sequences=num_sequences, rule=rule, cap=cap),
         placement=placement,
         seq_len=seq_len,
-        bytes_per_element=STATE_TENSORS * element_bytes,
+        bytes_per_element=len(TENSORS) * element_bytes,
         chain=parse_chain(chain) if isinstance(chain, str) else chain,
         spares=tuple(spares),
         sharded=ShardedState(spec, element_bytes, lru_cache(KEPT_OWNERSHIPS)(ownership)) if ownership else None,

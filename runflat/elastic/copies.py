@@ -26,14 +26,14 @@ from runflat.elastic.frames import Connection, Copy, FeedError, Hello, inode, pa
 from runflat.elastic.listener import Listener, introduce
 from runflat.elastic.side_thread import start_thread
 from runflat.errors import RunError
-from runflat.parallel.move import TENSORS, Held, ShardState, Slab, relayout_param, slab_view
+from runflat.parallel.move import Held, ShardState, Slab, relayout_param, slab_view
 from runflat.parallel.move_pieces import Layout
 from runflat.parallel.sockets import GroupSockets
 from runflat.parallel.staging import host_copy
 from runflat.plan.buddies import buddy
 from runflat.plan.piece_moves import union
 from runflat.plan.plan import Plan, ReplicaPlan
-from runflat.plan.units import ModelSpec, ParamSpec
+from runflat.plan.units import TENSORS, ModelSpec, ParamSpec
 from runflat.train.checkpoint import Progress
 from runflat.train.engine import Engine
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 
 from runflat.errors import RunError
+from runflat.plan.units import MOMENTS
 from runflat.train.engine import Engine
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -34,7 +35,7 @@ def corrupt(engine: Engine, target: str, seed: int) -> None:
         raise RunError("a moment was to be corrupted before the first step was applied: there are none yet.")
     there = state.tensors["exp_avg" if target == "moment" else "weight"]
     name = chance.choice([name for name, tensor in there.items() if tensor.numel()])
-    kind = chance.choice(("exp_avg", "exp_avg_sq")) if target == "moment" else "weight"
+    kind = chance.choice(MOMENTS) if target == "moment" else "weight"
     flip_bit(state.tensors[kind][name], chance)
 
 

@@ -38,8 +38,8 @@ from runflat.elastic.frames import (
 from runflat.elastic.listener import introduce
 from runflat.elastic.pieces import cut_pieces
 from runflat.errors import RunError
-from runflat.parallel.move import TENSORS, Held, Slab, params_by_name, slab_shape, slab_view
-from runflat.plan.units import ModelSpec
+from runflat.parallel.move import Held, Slab, slab_shape, slab_view
+from runflat.plan.units import TENSORS, ModelSpec
 
 JOIN_S = 5.0
 """How long `close` waits for the thread; it is woken out of every wait."""
@@ -145,7 +145,7 @@ class Feeder:
         self.limits = limits or FeedLimits()
         self.error: FeedError | None = None
         self._state = state
-        self._params = params_by_name(state.spec)
+        self._params = state.spec.by_name
         self._dtype = next(iter(state.params.values())).dtype
         self._pieces = cut_pieces(state.spec, slabs, self._dtype.itemsize, self.limits.piece_bytes)
         self._gradient_bytes = [self._numel(piece) * self._dtype.itemsize for piece in self._pieces]

@@ -6,13 +6,13 @@ import math
 from collections.abc import Iterable, Sequence
 
 from runflat.elastic.frames import FeedError
-from runflat.parallel.move import TENSORS, Held, Slab, params_by_name, slab_shape
-from runflat.plan.units import ModelSpec
+from runflat.parallel.move import Held, Slab, slab_shape
+from runflat.plan.units import TENSORS, ModelSpec
 
 
 def cut_pieces(spec: ModelSpec, slabs: Sequence[Slab], itemsize: int, piece_bytes: int) -> tuple[Slab, ...]:
     """`slabs` in pieces of at most `piece_bytes` (weight and moments), but of at least one unit; in the same order."""
-    params = params_by_name(spec)
+    params = spec.by_name
     pieces: list[Slab] = []
     for slab in slabs:
         if slab.segment < 0:

@@ -27,9 +27,9 @@ from runflat.elastic.frames import (
 from runflat.elastic.listener import Listener
 from runflat.elastic.pieces import check_pieces
 from runflat.errors import RunError
-from runflat.parallel.move import TENSORS, Held, ShardState, Slab, params_by_name, relayout, slab_shape
+from runflat.parallel.move import Held, ShardState, Slab, relayout, slab_shape
 from runflat.parallel.optimizer import OptimizerSettings
-from runflat.plan.units import ModelSpec
+from runflat.plan.units import TENSORS, ModelSpec
 
 NOWHERE = -1
 """Step of a piece that has not come, or is being updated just now."""
@@ -85,7 +85,7 @@ class Receiver:
         self.limits = limits or FeedLimits()
         self.received_bytes = 0
         self._target = target
-        self._params = params_by_name(target.spec)
+        self._params = target.spec.by_name
         self._on_fed = on_fed
         self._change = threading.Condition()
         self._pieces: dict[Slab, _Held] = {}

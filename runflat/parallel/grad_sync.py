@@ -57,7 +57,7 @@ class GradSync:
         """
         self._comms = comms
         self._params = dict(params)
-        self._specs = {param.name: param for param in spec.params}
+        self._specs = spec.by_name
         replica = plan.replica(place[0])
         self._held = replica.held(spec.kinds, place[1])
         self._spec = spec

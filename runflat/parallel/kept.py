@@ -9,10 +9,8 @@ import torch
 from torch import nn
 
 from runflat.parallel.optimizer import OptimizerSettings
-from runflat.plan.units import ModelSpec, ParamSpec, merge_ranges, shard_pieces
+from runflat.plan.units import MOMENTS, ModelSpec, ParamSpec, merge_ranges, shard_pieces
 from runflat.plan.zero import ParamHeld
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)

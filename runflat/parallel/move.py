@@ -21,10 +21,7 @@ from runflat.parallel.comms import Comms
 from runflat.parallel.post import LIMIT_BYTES, exchange, num_words, seal, unseal
 from runflat.plan.plan import Plan
 from runflat.plan.transfers import Transfer
-from runflat.plan.units import REPLICATED, ModelSpec, ParamSpec
-
-TENSORS = ("weight", "exp_avg", "exp_avg_sq")
-"""What a device keeps per parameter: the weight and AdamW's two moments."""
+from runflat.plan.units import REPLICATED, TENSORS, ModelSpec, ParamSpec
 
 Held = Mapping[str, Sequence[int]]
 """Units per kind, ascending."""
@@ -96,11 +93,6 @@ def unit_slabs(spec: ModelSpec, kind: str, start: int, stop: int) -> tuple[Slab,
 def replicated_slabs(spec: ModelSpec) -> tuple[Slab, ...]:
     """The slabs of the parameters that every device holds whole."""
     return tuple(Slab(param.name) for param in spec.params if param.dim is None)
-
-
-def params_by_name(spec: ModelSpec) -> dict[str, ParamSpec]:
-    """The parameters of `spec` by full-model name."""
-    return {param.name: param for param in spec.params}
 
 
 def slab_shape(spec: ModelSpec, param: ParamSpec, slab: Slab) -> tuple[int, ...]:
@@ -259,7 +251,7 @@ def messages(change: Change) -> tuple[Message, ...]:
 
     The latter comes from the source of the target's first move.
     """
-    spec, params = change.spec, params_by_name(change.spec)
+    spec, params = change.spec, change.spec.by_name
     slabs: dict[tuple[str, str], list[Slab]] = {}
     for move in change.moves:
         slabs.setdefault((move.source, move.target), []).extend(unit_slabs(spec, move.kind, move.start, move.stop))
@@ -328,7 +320,7 @@ def execute_transfers(change: Change, state: ShardState, comms: Comms, limit_byt
 
 def _pack(change: Change, message: Message, held: Held, state: ShardState) -> torch.Tensor:
     """The message on the wire: for each slab its tensors, row-major, then step count and checksum; int64."""
-    params = params_by_name(change.spec)
+    params = change.spec.by_name
     words = torch.zeros(message.num_words(change.dtype.itemsize), dtype=torch.int64, device=change.torch_device)
     flat = words.view(change.dtype)
     position = 0
@@ -345,7 +337,7 @@ def _pack(change: Change, message: Message, held: Held, state: ShardState) -> to
 def _unpack(
     change: Change, message: Message, words: torch.Tensor, received: Mapping[str, dict[Slab, torch.Tensor]]
 ) -> None:
-    params = params_by_name(change.spec)
+    params = change.spec.by_name
     flat = words.view(change.dtype)
     position = 0
     for slab in message.slabs:

@@ -15,19 +15,17 @@ import torch
 
 from runflat.parallel.comms import Comms
 from runflat.parallel.move import (
-    TENSORS,
     Held,
     Moved,
     ShardState,
     Slab,
-    params_by_name,
     relayout_param,
     slab_shape,
     slab_view,
 )
 from runflat.parallel.post import LIMIT_BYTES, exchange, num_words, seal, unseal
 from runflat.plan.piece_moves import TENSORS_OF, PieceMove
-from runflat.plan.units import REPLICATED, ModelSpec, ParamSpec, shard_shape
+from runflat.plan.units import REPLICATED, TENSORS, ModelSpec, ParamSpec, shard_shape
 from runflat.plan.zero import ParamHeld
 
 Written = tuple[str, Slab]
@@ -82,7 +80,7 @@ class PieceChange:
     @cached_property
     def letters(self) -> Mapping[tuple[str, str], tuple[Written, ...]]:
         """What each message carries, by (source, target)."""
-        params = params_by_name(self.spec)
+        params = self.spec.by_name
         found: dict[tuple[str, str], list[Written]] = {}
         for move in self.moves:
             slabs = piece_slabs(params[move.param], move.kind, move.start, move.stop)
@@ -92,7 +90,7 @@ class PieceChange:
 
     def numel(self, parts: Sequence[Written]) -> int:
         """Elements of a message."""
-        params = params_by_name(self.spec)
+        params = self.spec.by_name
         return sum(math.prod(slab_shape(self.spec, params[slab.param], slab)) for _, slab in parts)
 
 
@@ -160,7 +158,7 @@ def relayout_pieces(
 
 def _pack(change: PieceChange, parts: Sequence[Written], length: int, state: ShardState) -> torch.Tensor:
     """The message on the wire: its parts row-major, then step count and checksum; int64."""
-    params = params_by_name(change.spec)
+    params = change.spec.by_name
     words = torch.zeros(length, dtype=torch.int64, device=change.torch_device)
     flat = words.view(change.dtype)
     position = 0
@@ -180,7 +178,7 @@ def _unpack(
     words: torch.Tensor,
     received: Mapping[str, dict[str, dict[Slab, torch.Tensor]]],
 ) -> None:
-    params = params_by_name(change.spec)
+    params = change.spec.by_name
     flat = words.view(change.dtype)
     position = 0
     for tensor, slab in parts:

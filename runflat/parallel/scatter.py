@@ -55,7 +55,7 @@ class Regions:
         """Nothing is looked up yet."""
         self._spec = spec
         self._held = held
-        self._params = {param.name: param for param in spec.params}
+        self._params = spec.by_name
         self._known: dict[str, dict[tuple[int, int], Range]] = {}
 
     def of(self, name: str, segment: int, units: Iterable[int]) -> Region:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn import functional as F  # noqa: N812 - torch's own convention
+from torch import nn
 
 from runflat.parallel.comms import Group
 from runflat.plan.batch import even_shares
@@ -78,7 +78,7 @@ def spread(own: torch.Tensor, batch_shape: tuple[int, int], group: Group) -> tor
     """[B, T, H] with the share `own` [1, S, H] at its place and zeros elsewhere: for code that looks at the shape."""
     num_sequences, seq_len = batch_shape
     start, stop = _own_range(num_sequences * seq_len, group)
-    padded = F.pad(own[0], (0, 0, start, num_sequences * seq_len - stop))
+    padded = nn.functional.pad(own[0], (0, 0, start, num_sequences * seq_len - stop))
     return padded.view(num_sequences, seq_len, -1)
 
 

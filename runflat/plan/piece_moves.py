@@ -12,12 +12,12 @@ from typing import Literal
 
 from runflat.plan.plan import Plan
 from runflat.plan.transfers import nearest
-from runflat.plan.units import REPLICATED, ModelSpec, ParamSpec
+from runflat.plan.units import MOMENTS, REPLICATED, ModelSpec, ParamSpec
 from runflat.plan.zero import ParamHeld
 
 What = Literal["weight", "moments"]
 
-TENSORS_OF: Mapping[What, tuple[str, ...]] = {"weight": ("weight",), "moments": ("exp_avg", "exp_avg_sq")}
+TENSORS_OF: Mapping[What, tuple[str, ...]] = {"weight": ("weight",), "moments": MOMENTS}
 """The tensors that move with each."""
 
 

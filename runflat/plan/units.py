@@ -23,6 +23,10 @@ from runflat.errors import PlanError
 
 REPLICATED = "replicated"
 """Stands for all parameters that every device holds whole: unit 0 of this kind, where it is named like one."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""AdamW's two moments of a parameter."""
+TENSORS = ("weight", *MOMENTS)
+"""What a device keeps per parameter: the weight and its moments."""
 Range = tuple[int, int]
 Rule = Literal["sharded", "equal", "partial"]
 """How a parameter's gradient arises on the devices of one replica: `sharded` (each device has its own units'),
@@ -154,6 +158,11 @@ class ModelSpec:
     def replicated_numel(self) -> int:
         """Elements of the parameters that every device holds whole."""
         return sum(param.numel for param in self.params if param.dim is None)
+
+    @cached_property
+    def by_name(self) -> Mapping[str, ParamSpec]:
+        """The parameters by full-model name."""
+        return {param.name: param for param in self.params}
 
     @property
     def num_params(self) -> int:

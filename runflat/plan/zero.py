@@ -253,7 +253,7 @@ def ownership(spec: ModelSpec, plan: Plan, layout: SyncLayout, domains: Mapping[
     """
     if layout.resharded:
         raise PlanError("zero1 needs sync direct: with reshard a unit's holders do not sum its gradient themselves.")
-    params = {param.name: param for param in spec.params}
+    params = spec.by_name
     listed = [
         *(_items(spec, params, bucket) for bucket in layout.buckets),
         [item for bucket in layout.exchange for item in _items(spec, params, bucket)],

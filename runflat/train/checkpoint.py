@@ -30,8 +30,6 @@ FORMAT = 1
 REPLACED = ".replaced"
 """End of the name of a folder whose step has been saved again."""
 FOLDER = re.compile(rf"step-(\d+)({re.escape(REPLACED)})?")
-TENSORS = ("weight", "exp_avg", "exp_avg_sq")
-"""What a shard holds per parameter: the weight and AdamW's two moments."""
 
 
 @dataclass(frozen=True)
@@ -307,7 +305,7 @@ def model_difference(there: ModelSpec, here: ModelSpec) -> str:
     """The first thing in which two models differ, empty where they are the same. How units were cut does not count."""
     if there.name != here.name:
         return f"it is a {there.name} there and a {here.name} here"
-    theirs, ours = ({param.name: param for param in spec.params} for spec in (there, here))
+    theirs, ours = (spec.by_name for spec in (there, here))
     for name in [*ours, *theirs]:
         shapes = [list(params[name].shape) if name in params else None for params in (theirs, ours)]
         if shapes[0] != shapes[1]:

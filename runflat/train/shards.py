@@ -12,11 +12,10 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from runflat.errors import CheckpointError
-from runflat.parallel.kept import MOMENTS
 from runflat.parallel.shard import WeightSource, read_slices
 from runflat.parallel.staging import host_copy
 from runflat.plan.plan import Place, Plan
-from runflat.plan.units import REPLICATED, ModelSpec, ParamSpec, Range, param_ranges, ranges_size, shard_pieces
+from runflat.plan.units import MOMENTS, REPLICATED, ModelSpec, ParamSpec, Range, param_ranges, ranges_size, shard_pieces
 from runflat.plan.zero import ParamHeld
 from runflat.train.checkpoint import (
     Checkpoint,

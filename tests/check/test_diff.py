@@ -18,8 +18,8 @@ from runflat.parallel.shard import cut
 from runflat.parallel.tp_plan import build_meta_model, read_rules
 from runflat.plan.plan import Place
 from runflat.plan.planner import build_plan, live_devices
-from runflat.plan.units import param_ranges
-from runflat.train.checkpoint import TENSORS, Progress
+from runflat.plan.units import TENSORS, param_ranges
+from runflat.train.checkpoint import Progress
 from runflat.train.publishing import publish
 from runflat.train.shards import copy_shard, write_shard
 

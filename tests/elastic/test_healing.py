@@ -14,7 +14,7 @@ from runflat.elastic.orders import Move
 from runflat.elastic.planning import Planner
 from runflat.parallel.comms import Comms
 from runflat.parallel.digest import compare, unit_digests, votes
-from runflat.parallel.move import TENSORS, Change, ShardState, execute_transfers
+from runflat.parallel.move import Change, ShardState, execute_transfers
 from runflat.parallel.shard import cut
 from runflat.parallel.tp_plan import build_meta_model, read_rules
 from runflat.plan.plan import Place, Plan
@@ -22,7 +22,7 @@ from runflat.plan.planner import build_plan, live_devices
 from runflat.plan.strategies import JobFacts
 from runflat.plan.sync_groups import SyncLayout
 from runflat.plan.transfers import Transfer
-from runflat.plan.units import ModelSpec, param_ranges
+from runflat.plan.units import TENSORS, ModelSpec, param_ranges
 
 NO_GROUPS = SyncLayout((), (), (), 0)
 STEP = 7

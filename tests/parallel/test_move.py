@@ -16,7 +16,6 @@ from runflat.check.small import proof_config
 from runflat.parallel.comms import Comms, CommsError, Network
 from runflat.parallel.move import (
     NOTHING,
-    TENSORS,
     Change,
     Moved,
     ShardState,
@@ -36,7 +35,7 @@ from runflat.plan.plan import Place, Plan
 from runflat.plan.planner import build_plan, live_devices
 from runflat.plan.sync_groups import SyncLayout
 from runflat.plan.transfers import Transfer, transfers
-from runflat.plan.units import ModelSpec, param_ranges
+from runflat.plan.units import TENSORS, ModelSpec, param_ranges
 
 Full = Mapping[str, Mapping[str, torch.Tensor]]
 NO_GROUPS = SyncLayout((), (), (), 0)

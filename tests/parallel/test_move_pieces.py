@@ -14,7 +14,7 @@ import torch
 from runflat.check.ranks import run_ranks
 from runflat.check.small import proof_config
 from runflat.parallel.comms import Comms, CommsError
-from runflat.parallel.move import NOTHING, TENSORS, Moved, ShardState, Slab, slab_view
+from runflat.parallel.move import NOTHING, Moved, ShardState, Slab, slab_view
 from runflat.parallel.move_pieces import Layout, PieceChange, execute_piece_moves, piece_slabs
 from runflat.parallel.shard import cut
 from runflat.parallel.tp_plan import build_meta_model, read_rules
@@ -22,7 +22,7 @@ from runflat.plan.piece_moves import Part, PieceMove, PieceMoves, piece_moves, w
 from runflat.plan.plan import Place, Plan
 from runflat.plan.planner import build_plan, live_devices
 from runflat.plan.sync_groups import SyncLayout, holders
-from runflat.plan.units import REPLICATED, ModelSpec, param_ranges
+from runflat.plan.units import REPLICATED, TENSORS, ModelSpec, param_ranges
 from runflat.plan.zero import ParamHeld
 
 Full = Mapping[str, Mapping[str, torch.Tensor]]

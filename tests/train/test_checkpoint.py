@@ -21,10 +21,9 @@ from runflat.parallel.tp_plan import build_meta_model, read_rules
 from runflat.plan.plan import Place, Plan
 from runflat.plan.planner import build_plan, live_devices
 from runflat.plan.sync_groups import sync_layout
-from runflat.plan.units import ModelSpec, param_ranges
+from runflat.plan.units import TENSORS, ModelSpec, param_ranges
 from runflat.plan.zero import Ownership, ownership
 from runflat.train.checkpoint import (
-    TENSORS,
     Progress,
     check_model,
     checkpoint_of_step,

@@ -16,14 +16,14 @@ from runflat.check.small import proof_config
 from runflat.elastic.feed import Feeder, Link, LiveState
 from runflat.elastic.frames import FeedLimits, Hello
 from runflat.elastic.receive import Receiver, Target
-from runflat.parallel.move import TENSORS, Slab, read_state, replicated_slabs, unit_slabs
+from runflat.parallel.move import Slab, read_state, replicated_slabs, unit_slabs
 from runflat.parallel.optimizer import OptimizerSettings, build_optimizer, learning_rate
 from runflat.parallel.shard import cut
 from runflat.parallel.tp_plan import build_meta_model, read_rules
 from runflat.plan.plan import Plan
 from runflat.plan.planner import build_plan, live_devices
 from runflat.plan.transfers import transfers
-from runflat.plan.units import ModelSpec, param_ranges
+from runflat.plan.units import TENSORS, ModelSpec, param_ranges
 
 Params = Mapping[str, nn.Parameter]
 NEWCOMER = "1:2"

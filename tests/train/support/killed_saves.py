@@ -35,8 +35,8 @@ from runflat.parallel.optimizer import OptimizerSettings, build_optimizer
 from runflat.parallel.shard import cut
 from runflat.parallel.tp_plan import build_meta_model, read_rules
 from runflat.plan.planner import build_plan, live_devices
-from runflat.plan.units import param_ranges
-from runflat.train.checkpoint import TENSORS, Checkpoint, Progress, newest_checkpoint, shard_from_json
+from runflat.plan.units import TENSORS, param_ranges
+from runflat.train.checkpoint import Checkpoint, Progress, newest_checkpoint, shard_from_json
 from runflat.train.publishing import keep_newest, publish
 from runflat.train.shards import checkpoint_tensors, copy_shard
 
