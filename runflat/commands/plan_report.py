@@ -148,7 +148,7 @@ def report(args: PlanArgs, spec: ModelSpec, seq_len: int, live: Mapping[Place, s
 
     @cache
     def ownership_of(plan: Plan) -> Ownership:
-        return ownership(spec, plan, sync_layout(spec, plan, bucket_bytes, element_bytes), dict(plan.domains))
+        return ownership(spec, plan, sync_layout(spec, plan, bucket_bytes, element_bytes))
 
     owned = ownership_of(plan) if args.optimizer == "zero1" else None
     compute_bytes, recompute = COMPUTE_BYTES[args.dtype], args.activation_checkpointing

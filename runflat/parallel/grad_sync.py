@@ -76,8 +76,7 @@ class GradSync:
         self._bind(layout, place)
         self._next = 0
         self._arriving: LocalMoves | None = None
-        self._waiting = {name: [c for c in self._carriers() if name in c.params] for name in self._params}
-        self._arrivals = Arrivals(self._params, sources, self._final)
+        self._arrivals = Arrivals(self._params, sources, self._carriers(), self._launch_ready)
 
     # ---- set-up
 
@@ -152,11 +151,6 @@ class GradSync:
             )
             local.copies.append(Copy(param.grad, spec.dim, ranges, local.flat[offset : offset + entry.numel]))
 
-    def _final(self, name: str) -> None:
-        for carrier in self._waiting[name]:
-            carrier.missing.discard(name)
-        self._launch_ready()
-
     def _all_local(self) -> list[LocalBucket]:
         exchanged = [local for _, local in self._exchange if local is not None]
         return [*self._buckets, self._replicated, *exchanged]
@@ -181,8 +175,6 @@ class GradSync:
         """The next backward is the last of this step: launch each bucket as soon as its gradients are final."""
         self._arrivals.arm()
         self._next = 0
-        for carrier in self._carriers():
-            carrier.missing = set(carrier.params)
 
     def _launch_ready(self) -> None:
         """Take the turns whose gradients are final, in order; one that is ready early is held back for the others."""
@@ -230,9 +222,7 @@ class GradSync:
         Raises:
             RuntimeError: a parameter took no part in the backward pass, so that its bucket was never complete.
         """
-        missing = sorted({name for carrier in self._carriers() for name in carrier.missing})
-        if missing:
-            raise RuntimeError(f"no gradient arrived for {', '.join(missing[:5])}: did the loss use all parameters?")
+        self._arrivals.check()
         received = self._launch_exchange()
         for moves, bucket in self._turns:
             if moves is not None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from runflat.parallel.optimizer import OptimizerSettings
+from runflat.parallel.optimizer import OptimizerSettings, adamw
 from runflat.plan.units import MOMENTS, ModelSpec, ParamSpec, merge_ranges, shard_pieces
 from runflat.plan.zero import ParamHeld
 
@@ -66,16 +66,7 @@ class Kept:
                 view = nn.Parameter(run.of(shard))
                 self._runs.append((run, view))
                 groups[param.decay].append(view)
-        self.adamw = torch.optim.AdamW(
-            [
-                {"params": groups[True], "weight_decay": settings.weight_decay},
-                {"params": groups[False], "weight_decay": 0.0},
-            ],
-            lr=settings.lr,
-            betas=(settings.beta1, settings.beta2),
-            eps=settings.eps,
-            foreach=True,
-        )
+        self.adamw = adamw(groups[True], groups[False], settings)
         self.install(0)
 
     def install(self, optimizer_step: int, moments: Mapping[str, Mapping[str, torch.Tensor]] | None = None) -> None:

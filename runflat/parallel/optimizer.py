@@ -54,19 +54,19 @@ def learning_rate(settings: OptimizerSettings, step: int) -> float:
 def build_optimizer(
     spec: ModelSpec, params: Mapping[str, nn.Parameter], settings: OptimizerSettings
 ) -> torch.optim.AdamW:
-    """AdamW over the shard, weight decay on matrices only.
+    """AdamW over the shard, weight decay on matrices only."""
+    decayed = [params[param.name] for param in spec.params if param.decay]
+    return adamw(decayed, [params[param.name] for param in spec.params if not param.decay], settings)
+
+
+def adamw(decayed: list[nn.Parameter], plain: list[nn.Parameter], settings: OptimizerSettings) -> torch.optim.AdamW:
+    """AdamW with weight decay on `decayed` only; either list may be empty.
 
     The foreach form updates element by element with the same arithmetic wherever an element lies, so that all holders
     of a unit keep the same bits (the fused form does not).
     """
-    decayed = [params[param.name] for param in spec.params if param.decay]
-    plain = [params[param.name] for param in spec.params if not param.decay]
-    groups = [
-        {"params": decayed, "weight_decay": settings.weight_decay},
-        {"params": plain, "weight_decay": 0.0},
-    ]
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
+        [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": plain, "weight_decay": 0.0}],
         lr=settings.lr,
         betas=(settings.beta1, settings.beta2),
         eps=settings.eps,

@@ -57,8 +57,7 @@ class OwnedSync:
         self._exchange = scatter(owned.exchange, comms.world) if owned.exchange else None
         self._open: dict[int, Scatter] = {}
         self._next = 0
-        self._waiting = {name: [s for s in self._all() if name in s.params] for name in self._params}
-        self._arrivals = Arrivals(self._params, sources, self._final)
+        self._arrivals = Arrivals(self._params, sources, self._all(), self._launch_ready)
 
     def _all(self) -> list[Scatter]:
         return [*self._turns, *([self._exchange] if self._exchange is not None else [])]
@@ -77,12 +76,8 @@ class OwnedSync:
         """The next backward is the last of this step: launch each bucket as soon as its gradients are final."""
         self._arrivals.arm()
         self._next = 0
-        for scatter in self._all():
-            scatter.missing = set(scatter.params)
 
-    def _final(self, name: str) -> None:
-        for scatter in self._waiting[name]:
-            scatter.missing.discard(name)
+    def _launch_ready(self) -> None:
         while self._next < len(self._turns) and not self._turns[self._next].missing:
             self._launch(self._turns[self._next])
             self._next += 1
@@ -105,9 +100,7 @@ class OwnedSync:
         Raises:
             RuntimeError: a parameter took no part in the backward pass, so that its bucket was never complete.
         """
-        missing = sorted({name for scatter in self._all() for name in scatter.missing})
-        if missing:
-            raise RuntimeError(f"no gradient arrived for {', '.join(missing[:5])}: did the loss use all parameters?")
+        self._arrivals.check()
         if self._exchange is not None:
             self._launch(self._exchange)
         for scatter in self._open.values():

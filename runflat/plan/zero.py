@@ -235,7 +235,7 @@ class _Run:
     owner: Place
 
 
-def ownership(spec: ModelSpec, plan: Plan, layout: SyncLayout, domains: Mapping[str, str] | None = None) -> Ownership:
+def ownership(spec: ModelSpec, plan: Plan, layout: SyncLayout) -> Ownership:
     """Owner and mirror of everything, so that all devices keep about as much.
 
     The largest units are dealt first. Where there are few, holders take them in turn, so that a change of plan leaves
@@ -244,9 +244,8 @@ def ownership(spec: ModelSpec, plan: Plan, layout: SyncLayout, domains: Mapping[
 
     Args:
         spec: the model.
-        plan: who holds what.
+        plan: who holds what; where it knows domains, a mirror is in another one than its owner, if it can be.
         layout: the plan's sync groups and buckets, of `direct`.
-        domains: domain of each device, where known: a mirror is in another one than its owner, if it can be.
 
     Raises:
         PlanError: the layout is one of `reshard`, where a unit is not summed by its holders.
@@ -266,7 +265,7 @@ def ownership(spec: ModelSpec, plan: Plan, layout: SyncLayout, domains: Mapping[
     load: dict[Place, int] = dict.fromkeys(plan.places, 0)
     turns: Counter[tuple[Members, int]] = Counter()
     runs = {(at, index): _deal(spec, item, load, turns) for at, index, item in order}
-    domain_of = {place: (domains or {}).get(plan.device(place), "") for place in plan.places}
+    domain_of = {place: plan.domain(plan.device(place)) or "" for place in plan.places}
     mirrors = _mirrors([run for found in runs.values() for run in found], load, domain_of)
     dealt = [
         tuple(

@@ -92,7 +92,7 @@ def job_layout(job: Job, spec: ModelSpec, plan: Plan) -> SyncLayout:
 
 def job_ownership(job: Job, spec: ModelSpec, plan: Plan) -> Ownership:
     """Who keeps which optimizer state under `plan`; the same on every device."""
-    return ownership(spec, plan, job_layout(job, spec, plan), dict(plan.domains))
+    return ownership(spec, plan, job_layout(job, spec, plan))
 
 
 def timeline_of(job: Job, device_id: str, device: torch.device) -> Timeline | None:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from dead_slots import dead_places
@@ -22,9 +23,9 @@ Atom = tuple[str, str, int]
 BUCKET_BYTES = 12_000
 
 
-def owned_by(spec: ModelSpec, plan: Plan, domains: dict[str, str] | None = None) -> tuple[SyncLayout, Ownership]:
+def owned_by(spec: ModelSpec, plan: Plan) -> tuple[SyncLayout, Ownership]:
     layout = sync_layout(spec, plan, BUCKET_BYTES, 4)
-    return layout, ownership(spec, plan, layout, domains)
+    return layout, ownership(spec, plan, layout)
 
 
 def atoms(held: ParamHeld) -> list[Atom]:
@@ -148,7 +149,7 @@ def test_a_mirror_is_in_another_domain_where_it_can_be(make_spec: MakeSpec, make
     domain_of = {place: domains[plan.device(place)] for place in plan.places}
     _, blind = owned_by(spec, plan)
     assert blind.beside(domain_of)
-    _, found = owned_by(spec, plan, domains)
+    _, found = owned_by(spec, replace(plan, domains=tuple(domains.items())))
     assert not found.beside(domain_of)
     assert not found.without_mirror
     one = dict.fromkeys(plan.places, "a")
