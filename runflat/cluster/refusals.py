@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Callable
+
 NOTE_EVERY_S = 10.0
 MAX_ADDRESSES = 64
 """Addresses whose refusals are counted apart."""
@@ -35,3 +39,27 @@ class Refusals:
             calls = "a call" if count == 1 else f"{count} calls"
             lines.append(f"refused {calls} from {address}: {reason}")
         return lines
+
+
+class RefusalLog:
+    """`Refusals` of a listener whose threads share them; `log` takes the lines, which begin with `name`."""
+
+    def __init__(self, name: str, log: Callable[[str], object], clock: Callable[[], float] = time.monotonic):
+        """Nobody yet."""
+        self._name = name
+        self._log = log
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._refusals = Refusals()
+
+    def add(self, address: str, reason: str) -> None:
+        """One more from `address`; said when `note` is called next and it is due."""
+        with self._lock:
+            self._refusals.add(address, reason)
+
+    def note(self, *, all_of_them: bool = False) -> None:
+        """Say what is due."""
+        with self._lock:
+            lines = self._refusals.due(self._clock(), all_of_them=all_of_them)
+        for line in lines:
+            self._log(f"{self._name}: {line}")

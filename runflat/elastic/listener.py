@@ -6,10 +6,9 @@ import contextlib
 import hmac
 import socket
 import threading
-import time
 from collections.abc import Callable
 
-from runflat.cluster.refusals import Refusals
+from runflat.cluster.refusals import RefusalLog
 from runflat.elastic.endpoint import Endpoint, listen
 from runflat.elastic.frames import MAX_HELLO_BYTES, Connection, FeedError, Hello, Refused, Welcome, inode
 from runflat.elastic.side_thread import start_thread
@@ -62,9 +61,8 @@ class Listener:
         self._hello_s = hello_s
         self._timeout_s = timeout_s
         self._exempt = exempt
-        self._log = log
         self._lock = threading.Lock()
-        self._refusals = Refusals()
+        self._refusals = RefusalLog(name, log)
         self._served: dict[threading.Thread, Connection] = {}
         self._strangers: dict[threading.Thread, Connection] = {}
         """Those of `_served` who have proved nothing yet, the oldest first."""
@@ -78,7 +76,7 @@ class Listener:
     def _listen(self) -> None:
         with self._listener:
             while not self._closed:
-                self._note()
+                self._refusals.note()
                 try:
                     connected, peer = self._listener.accept()
                 except (TimeoutError, ConnectionAbortedError):
@@ -116,8 +114,7 @@ class Listener:
         except RunError as error:
             # A stranger may have written part of it: nothing of that steers a terminal or fills a log.
             reason = "".join(letter if letter.isprintable() else "?" for letter in str(error))[:MAX_REASON]
-            with self._lock:
-                self._refusals.add(address, reason)
+            self._refusals.add(address, reason)
         else:
             with self._lock:
                 self._strangers.pop(thread, None)
@@ -127,12 +124,6 @@ class Listener:
             with self._lock:
                 self._strangers.pop(thread, None)
                 self._served.pop(thread, None)
-
-    def _note(self, *, all_of_them: bool = False) -> None:
-        with self._lock:
-            lines = self._refusals.due(time.monotonic(), all_of_them=all_of_them)
-        for line in lines:
-            self._log(f"{self._name}: {line}")
 
     def close(self) -> None:
         """Listen no more, end all connections, and wait for their threads. Again is allowed."""
@@ -147,7 +138,7 @@ class Listener:
         for thread in served:
             if thread is not threading.current_thread():
                 thread.join(JOIN_S)
-        self._note(all_of_them=True)
+        self._refusals.note(all_of_them=True)
 
 
 def admit(connection: Connection, token: str, timeout_s: float) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -73,6 +73,10 @@ class Slab:
     segment: int = -1
     start: int = 0
     stop: int = 0
+
+
+Written = tuple[str, Slab]
+"""A tensor of `TENSORS` and the part of it that is meant."""
 
 
 def unit_slabs(spec: ModelSpec, kind: str, start: int, stop: int) -> tuple[Slab, ...]:
@@ -237,6 +241,11 @@ class Message:
     slabs: tuple[Slab, ...]
     numel: int
 
+    @property
+    def parts(self) -> Iterator[Written]:
+        """What it carries, in order."""
+        return ((tensor, slab) for slab in self.slabs for tensor in TENSORS)
+
     def num_words(self, itemsize: int) -> int:
         """Length in 64-bit words on the wire, step count and checksum included."""
         return num_words(self.num_bytes(itemsize))
@@ -312,7 +321,8 @@ def execute_transfers(change: Change, state: ShardState, comms: Comms, limit_byt
     received: dict[str, dict[Slab, torch.Tensor]] = {kind: {} for kind in TENSORS}
     for message, words in incoming.items():
         step = unseal(message.source, message.target, words, step)
-        _unpack(change, message, words, received)
+        for tensor, slab, part in read_parts(change.spec, message.parts, words.view(change.dtype)):
+            received[tensor][slab] = part
     tensors = {kind: relayout(change.spec, old_held, new_held, state.tensors[kind], received[kind]) for kind in TENSORS}
     num_bytes = sum(message.num_bytes(itemsize) for message in incoming)
     return Moved(ShardState(tensors, state.optimizer_step if step is None else step), num_bytes)
@@ -320,29 +330,39 @@ def execute_transfers(change: Change, state: ShardState, comms: Comms, limit_byt
 
 def _pack(change: Change, message: Message, held: Held, state: ShardState) -> torch.Tensor:
     """The message on the wire: for each slab its tensors, row-major, then step count and checksum; int64."""
-    params = change.spec.by_name
     words = torch.zeros(message.num_words(change.dtype.itemsize), dtype=torch.int64, device=change.torch_device)
-    flat = words.view(change.dtype)
-    position = 0
-    for slab in message.slabs:
-        for kind in TENSORS:
-            part = slab_view(change.spec, params[slab.param], slab, held, state.tensors[kind][slab.param])
-            assert part.dtype == change.dtype, f"{slab} is {part.dtype}, not {change.dtype}"
-            flat[position : position + part.numel()].view(part.shape).copy_(part)
-            position += part.numel()
+    write_parts(change.spec, message.parts, lambda tensor, param: held, state, words.view(change.dtype))
     seal(words, state.optimizer_step)
     return words
 
 
-def _unpack(
-    change: Change, message: Message, words: torch.Tensor, received: Mapping[str, dict[Slab, torch.Tensor]]
+def write_parts(
+    spec: ModelSpec,
+    parts: Iterable[Written],
+    held_of: Callable[[str, ParamSpec], Held],
+    state: ShardState,
+    flat: torch.Tensor,
 ) -> None:
-    params = change.spec.by_name
-    flat = words.view(change.dtype)
+    """Put `parts` of a shard one after the other into `flat`, each row-major.
+
+    `held_of(tensor, param)` are the units that the shard's tensor has, by kind.
+    """
     position = 0
-    for slab in message.slabs:
-        shape = slab_shape(change.spec, params[slab.param], slab)
+    for tensor, slab in parts:
+        param = spec.by_name[slab.param]
+        part = slab_view(spec, param, slab, held_of(tensor, param), state.tensors[tensor][slab.param])
+        assert part.dtype == flat.dtype, f"{slab} is {part.dtype}, not {flat.dtype}"
+        flat[position : position + part.numel()].view(part.shape).copy_(part)
+        position += part.numel()
+
+
+def read_parts(
+    spec: ModelSpec, parts: Iterable[Written], flat: torch.Tensor
+) -> Iterator[tuple[str, Slab, torch.Tensor]]:
+    """(tensor, slab, its elements) of what `write_parts` has put into `flat`; views."""
+    position = 0
+    for tensor, slab in parts:
+        shape = slab_shape(spec, spec.by_name[slab.param], slab)
         numel = math.prod(shape)
-        for kind in TENSORS:
-            received[kind][slab] = flat[position : position + numel].view(shape)
-            position += numel
+        yield tensor, slab, flat[position : position + numel].view(shape)
+        position += numel

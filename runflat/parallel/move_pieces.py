@@ -19,17 +19,16 @@ from runflat.parallel.move import (
     Moved,
     ShardState,
     Slab,
+    Written,
+    read_parts,
     relayout_param,
     slab_shape,
-    slab_view,
+    write_parts,
 )
 from runflat.parallel.post import LIMIT_BYTES, exchange, num_words, seal, unseal
-from runflat.plan.piece_moves import TENSORS_OF, PieceMove
+from runflat.plan.piece_moves import TENSORS_OF, PieceMove, by_param
 from runflat.plan.units import REPLICATED, TENSORS, ModelSpec, ParamSpec, shard_shape
 from runflat.plan.zero import ParamHeld
-
-Written = tuple[str, Slab]
-"""A tensor of `TENSORS` and the part of it that is meant."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +41,7 @@ class Layout:
     @classmethod
     def alike(cls, spec: ModelSpec, held: Mapping[str, tuple[int, ...]]) -> Layout:
         """Of a device whose moments lie as its weights do."""
-        known = {**held, REPLICATED: (0,)}
-        return cls(held, {param.name: {kind: known[kind] for kind in param.kinds} for param in spec.params})
+        return cls(held, by_param(spec, held))
 
     def of(self, tensor: str, param: ParamSpec) -> Held:
         """The units, by kind, of one tensor of `param`."""
@@ -130,7 +128,8 @@ def execute_piece_moves(change: PieceChange, state: ShardState, comms: Comms, li
         step = unseal(source, change.device, words, step)
         parts = change.letters[source, change.device]
         num_bytes += change.numel(parts) * change.dtype.itemsize
-        _unpack(change, parts, words, received)
+        for tensor, slab, part in read_parts(change.spec, parts, words.view(change.dtype)):
+            received[tensor].setdefault(slab.param, {})[slab] = part
     tensors = {tensor: relayout_pieces(change, tensor, state.tensors[tensor], received[tensor]) for tensor in TENSORS}
     return Moved(ShardState(tensors, state.optimizer_step if step is None else step), num_bytes)
 
@@ -158,31 +157,7 @@ def relayout_pieces(
 
 def _pack(change: PieceChange, parts: Sequence[Written], length: int, state: ShardState) -> torch.Tensor:
     """The message on the wire: its parts row-major, then step count and checksum; int64."""
-    params = change.spec.by_name
     words = torch.zeros(length, dtype=torch.int64, device=change.torch_device)
-    flat = words.view(change.dtype)
-    position = 0
-    for tensor, slab in parts:
-        param = params[slab.param]
-        part = slab_view(change.spec, param, slab, change.old.of(tensor, param), state.tensors[tensor][slab.param])
-        assert part.dtype == change.dtype, f"{slab} is {part.dtype}, not {change.dtype}"
-        flat[position : position + part.numel()].view(part.shape).copy_(part)
-        position += part.numel()
+    write_parts(change.spec, parts, change.old.of, state, words.view(change.dtype))
     seal(words, state.optimizer_step)
     return words
-
-
-def _unpack(
-    change: PieceChange,
-    parts: Sequence[Written],
-    words: torch.Tensor,
-    received: Mapping[str, dict[str, dict[Slab, torch.Tensor]]],
-) -> None:
-    params = change.spec.by_name
-    flat = words.view(change.dtype)
-    position = 0
-    for tensor, slab in parts:
-        shape = slab_shape(change.spec, params[slab.param], slab)
-        numel = math.prod(shape)
-        received[tensor].setdefault(slab.param, {})[slab] = flat[position : position + numel].view(shape)
-        position += numel

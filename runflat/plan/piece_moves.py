@@ -64,8 +64,13 @@ def whole_weights(spec: ModelSpec, plan: Plan, device: str) -> ParamHeld:
     """All weights that `device` computes with under `plan`; empty where it has no place in it."""
     if plan.place(device) is None:
         return {}
-    held = {**plan.held(spec.kinds, device), REPLICATED: (0,)}
-    return {param.name: {kind: held[kind] for kind in param.kinds} for param in spec.params}
+    return by_param(spec, plan.held(spec.kinds, device))
+
+
+def by_param(spec: ModelSpec, held: Mapping[str, tuple[int, ...]]) -> ParamHeld:
+    """The units `held`, by kind, of each parameter; of one that is not cut, the whole."""
+    known = {**held, REPLICATED: (0,)}
+    return {param.name: {kind: known[kind] for kind in param.kinds} for param in spec.params}
 
 
 def union(parts: Iterable[ParamHeld]) -> ParamHeld:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from runflat.cluster.refusals import Refusals
+from runflat.cluster.refusals import RefusalLog
 from runflat.errors import ConfigError, RunflatError
 from runflat.report.device_map import device_map, map_json
 from runflat.report.metrics import prometheus
@@ -166,9 +166,7 @@ class LivePage:
         self.token = token
         self.ask = ask
         self.ended = threading.Event()
-        self._log = log
-        self._refusals = Refusals()
-        self._lock = threading.Lock()
+        self._refusals = RefusalLog("page", log)
         self._num_streams = 0
         self._told = threading.Condition()
         page = self
@@ -192,15 +190,8 @@ class LivePage:
 
     def refused(self, address: str, reason: str) -> None:
         """Somebody was turned away: say so, in lines whose number strangers do not decide."""
-        with self._lock:
-            self._refusals.add(address, reason)
-        self._note()
-
-    def _note(self, *, all_of_them: bool = False) -> None:
-        with self._lock:
-            lines = self._refusals.due(time.monotonic(), all_of_them=all_of_them)
-        for line in lines:
-            self._log(f"page: {line}")
+        self._refusals.add(address, reason)
+        self._refusals.note()
 
     @contextmanager
     def streaming(self) -> Iterator[None]:
@@ -222,7 +213,7 @@ class LivePage:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
-        self._note(all_of_them=True)
+        self._refusals.note(all_of_them=True)
 
 
 class _Handler(BaseHTTPRequestHandler):
