@@ -7,7 +7,7 @@ import sys
 import textwrap
 
 from runflat import __version__
-from runflat.errors import RunflatError
+from runflat.errors import INTERRUPTED, RunflatError
 
 COMMANDS = {
     "plan": "what each device holds, sends and needs, for a model and its dead slots",
@@ -70,7 +70,7 @@ def run(argv: list[str]) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         print(f"runflat {argv[0]}: interrupted.", file=sys.stderr)
-        return 130
+        return INTERRUPTED
     except BrokenPipeError:
         # Whoever read our output has gone (`| head`): end quietly, and keep Python from flushing into the closed pipe.
         sys.stdout = None

@@ -16,6 +16,9 @@ The message of a `UserError` says the value, the limit that it broke and what to
 
 from typing import ClassVar
 
+INTERRUPTED = 130
+"""Status with which the command line ends after Ctrl-C, which is no error."""
+
 
 class RunflatError(Exception):
     """Root of the tree, for whoever wants to catch all of it; only its subclasses are raised.

@@ -19,11 +19,8 @@ from runflat.commands.watching import Watching
 from runflat.config import TrainConfig
 from runflat.elastic.attend import Attendant
 from runflat.elastic.calls import Caller
-from runflat.errors import RunflatError
-
-INTERRUPTED = 130
-ID_DIGITS = 8
-"""Of the id of a node, for people and as part of the domain's name."""
+from runflat.elastic.launch_ray import ID_DIGITS
+from runflat.errors import INTERRUPTED, RunflatError
 
 
 class SeatOrder(BaseModel):

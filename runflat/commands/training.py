@@ -18,7 +18,7 @@ from runflat.commands.prepare import Prepared, claimed, prepare, run_folder, tok
 from runflat.commands.progress import ProgressView, ReadingView
 from runflat.commands.watching import Watching, watched
 from runflat.config import TrainConfig
-from runflat.errors import CheckpointError, RunError
+from runflat.errors import INTERRUPTED, CheckpointError, RunError
 from runflat.plan.batch import BatchRule
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     Launch = Callable[[Job, Callable[[str], None]], Workers]
 
-INTERRUPTED = 130
 MEBI = 2**20
 NO_GOODPUT = "workers share this machine's cores, so that they run faster when others die; use emulated devices"
 

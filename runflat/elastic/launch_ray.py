@@ -46,6 +46,8 @@ LOOK_EVERY_S = 1.0
 LEAVE_S = 15.0
 """How long actors may take to end when the run is over."""
 CONTROLLER = "controller"
+ID_DIGITS = 8
+"""Of the id of a node, for people and as part of the domain's name."""
 
 
 class Cluster(Protocol):
@@ -277,7 +279,7 @@ class RayCluster:
                 nodes = tuple(row["bundles_to_node_id"].values())
                 if before != nodes:
                     self._placed[name] = nodes
-                    yield Placed(name, tuple(sorted({node[:8] for node in nodes})))
+                    yield Placed(name, tuple(sorted({node[:ID_DIGITS] for node in nodes})))
             elif before is not None:
                 del self._placed[name]
                 yield Displaced(name)

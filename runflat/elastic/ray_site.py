@@ -33,8 +33,7 @@ from runflat.elastic.ray_facts import (
     Tick,
     Up,
 )
-
-INTERRUPTED = 130
+from runflat.errors import INTERRUPTED
 
 
 def open_site(places: Sequence[str], spares: Sequence[str], tp: int) -> Site:

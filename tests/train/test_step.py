@@ -159,15 +159,19 @@ def resume(corpus: Corpus, layout: Layout, run: Path, optimizer: OptimizerMode =
     return train(corpus, layout, run, start=newest_checkpoint(run, lambda text: pytest.fail(text)), optimizer=optimizer)
 
 
-def test_same_layout_resumes_to_the_bit(corpus: Corpus, whole_run: tuple[Path, dict[Place, Ended]]) -> None:
-    """Catches anything that a checkpoint forgets: a moment, the step of the bias correction or of the schedule."""
-    run, expected = whole_run
-    resumed = resume(corpus, HURT, run)
+def check_to_the_bit(resumed: dict[Place, Ended], expected: dict[Place, Ended]) -> None:
+    """A run that went on from `SAVED` has the losses and ends with the state of the one that was never stopped."""
     assert losses(resumed) == losses(expected)[SAVED:]
     for place, end in resumed.items():
         state = expected[place].state
         assert end.state.keys() == state.keys()
         assert all(torch.equal(value, state[name]) for name, value in end.state.items())
+
+
+def test_same_layout_resumes_to_the_bit(corpus: Corpus, whole_run: tuple[Path, dict[Place, Ended]]) -> None:
+    """Catches anything that a checkpoint forgets: a moment, the step of the bias correction or of the schedule."""
+    run, expected = whole_run
+    check_to_the_bit(resume(corpus, HURT, run), expected)
 
 
 @pytest.mark.parametrize("layout", OTHERS)
@@ -198,7 +202,7 @@ def norms(ended: dict[Place, Ended]) -> list[float]:
 def test_sharded_state_trains_the_same(layout: Layout, corpus: Corpus, tmp_path: Path) -> None:
     """Catches a clip norm that misses or repeats a piece, and losses that leave those of replicated state.
 
-    Every step is clipped. 1e-11 is the issue's "to rounding".
+    Every step is clipped. 1e-11 is what rounding makes of float64.
     """
     whole, sharded = (train(corpus, layout, tmp_path, optimizer=mode) for mode in ("replicated", "zero1"))
     assert losses(sharded) == pytest.approx(losses(whole), rel=1e-11, abs=0)
@@ -213,12 +217,7 @@ def test_sharded_state_trains_the_same(layout: Layout, corpus: Corpus, tmp_path:
 def test_sharded_state_resumes_to_the_bit(corpus: Corpus, sharded_run: tuple[Path, dict[Place, Ended]]) -> None:
     """Catches a moment that its owner does not write, that a mirror does not read, or a step count that is lost."""
     run, expected = sharded_run
-    resumed = resume(corpus, HURT, run, "zero1")
-    assert losses(resumed) == losses(expected)[SAVED:]
-    for place, end in resumed.items():
-        state = expected[place].state
-        assert end.state.keys() == state.keys()
-        assert all(torch.equal(value, state[name]) for name, value in end.state.items())
+    check_to_the_bit(resume(corpus, HURT, run, "zero1"), expected)
 
 
 @pytest.mark.parametrize("layout", OTHERS)
