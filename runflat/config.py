@@ -16,6 +16,7 @@ from pydantic import Field, field_validator, model_validator
 from runflat.errors import ConfigError
 from runflat.plan.strategies import Strategy, parse_chain
 from runflat.plan.sync_groups import Sync
+from runflat.plan.zero import OptimizerMode
 from runflat.power.sections import DeviceSection, PowerSection, Section, check_curves, check_power
 
 
@@ -235,7 +236,7 @@ class TrainSection(Section):
     sync: Annotated[Sync, tyro.conf.arg(aliases=("--sync",))] = "direct"
     """How replicas of different degree sum gradients: direct (each unit among its holders) or reshard (inside each
     replica to the layout of the most reduced one, then one to one: no path between other devices is needed)."""
-    optimizer: Literal["replicated", "zero1"] = "replicated"
+    optimizer: OptimizerMode = "replicated"
     """Who keeps AdamW's moments of a unit: each of its holders, or zero1: one owner, and one mirror in another replica
     (less memory per device, the same bytes sent)."""
     memory_every: int = Field(default=10, ge=0)

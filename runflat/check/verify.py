@@ -17,11 +17,7 @@ from runflat.check.reference import AdamW, Batch, Outcome, reference_model, refe
 from runflat.errors import ModelError
 from runflat.parallel.casts import LiftCasts, lift_forward, recompute_layers
 from runflat.parallel.comms import Comms
-from runflat.parallel.grad_sync import GradSync
-from runflat.parallel.kept import Kept
-from runflat.parallel.move import read_state
-from runflat.parallel.optimizer import OptimizerSettings, build_optimizer
-from runflat.parallel.owned_sync import OwnedSync
+from runflat.parallel.optimizer import OptimizerSettings
 from runflat.parallel.shard import ShardedModel, tensor_weights
 from runflat.parallel.tp_plan import ShardingRules, build_meta_model, read_rules
 from runflat.plan.batch import micro_batches
@@ -30,7 +26,8 @@ from runflat.plan.planner import build_plan, live_devices
 from runflat.plan.sync_groups import Sync, SyncLayout, sync_layout
 from runflat.plan.units import ModelSpec, ParamSpec, param_ranges
 from runflat.plan.zero import OptimizerMode, Ownership, ownership
-from runflat.train.step import Sums, Trainer, train_step
+from runflat.train.step import Trainer, train_step
+from runflat.train.updater import Updater
 
 TOLERANCE = 1e-9
 """Largest relative error at which `verify` passes, float64 with the casts lifted."""
@@ -162,17 +159,11 @@ def verify(
         if case.recompute:
             recompute_layers(model, lift_casts, sharded.tp.keep)
         reports = place[1] == replica.live_slots[0]
-        if owned is None:
-            sync: Sums = GradSync(rules.spec, plan, layout, place, comms, params, sharded.sources)
-            kept, optimizer = None, build_optimizer(rules.spec, params, settings)
-        else:
-            sync = OwnedSync(plan, layout, owned, place, comms, params, sharded.sources)
-            kept = Kept(rules.spec, params, held, owned.kept(place), settings)
-            kept.bind()
-            optimizer = kept.adamw
-        trainer = Trainer(model, params, sync, comms, optimizer, settings, reports, refresh=sharded.refresh)
+        updater = Updater(rules.spec, params, held, settings, owned.kept(place) if owned is not None else None)
+        sync = updater.sync(plan, layout, owned, place, comms, sharded.sources)
+        trainer = Trainer(model, params, sync, comms, updater.adamw, settings, reports, refresh=sharded.refresh)
         try:
-            return _run_rank(trainer, kept, plan, place, case, batch)
+            return _run_rank(trainer, updater, plan, place, case, batch)
         finally:
             sync.close()  # its hooks hang on the parameters, where Python's collector does not see the circle
 
@@ -207,7 +198,7 @@ def replica_batches(plan: Plan, place: Place, batch: Batch, micro_batch: int) ->
     return batches
 
 
-def _run_rank(trainer: Trainer, kept: Kept | None, plan: Plan, place: Place, case: Case, batch: Batch) -> _Shard:
+def _run_rank(trainer: Trainer, updater: Updater, plan: Plan, place: Place, case: Case, batch: Batch) -> _Shard:
     own = replica_batches(plan, place, batch, case.micro_batch)
     grads: dict[str, torch.Tensor] = {}
     results = []
@@ -215,10 +206,9 @@ def _run_rank(trainer: Trainer, kept: Kept | None, plan: Plan, place: Place, cas
         results.append(train_step(trainer, [b.tokens for b in own], [b.labels for b in own], step))
         if step == 0:
             grads = {name: p.grad.clone() for name, p in trainer.params.items() if p.grad is not None}
-    grads = kept.cut(grads) if kept is not None else grads
-    moments = kept.moments if kept is not None else read_state(trainer.params, trainer.optimizer).tensors
+    moments = updater.state(case.num_steps).tensors
     return _Shard(
-        grads=grads,
+        grads=updater.cut(grads),
         weights={name: param.detach() for name, param in trainer.params.items()},
         first_moments=moments["exp_avg"],
         second_moments=moments["exp_avg_sq"],

@@ -65,10 +65,14 @@ class Updater:
         weights = {name: param.detach() for name, param in self._params.items()}
         return ShardState({"weight": weights, **self._pieces.moments}, optimizer_step)
 
+    def cut(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What of shards such as weights or gradients is updated here, by name; copies where these are pieces."""
+        return dict(tensors) if self._pieces is None else self._pieces.cut(tensors)
+
     def kept_state(self) -> dict[str, dict[str, torch.Tensor]]:
         """Weights and moments of the kept pieces, laid out alike; the weights are copies."""
         assert self._pieces is not None
-        return {"weight": self._pieces.cut(self._params), **self._pieces.moments}
+        return {"weight": self.cut(self._params), **self._pieces.moments}
 
     def sync(
         self,

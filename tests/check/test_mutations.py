@@ -21,6 +21,7 @@ from runflat.parallel import buckets, grad_sync, layers, loss, shard, tokens
 from runflat.parallel.comms import Group
 from runflat.parallel.tp_plan import ShardingRules
 from runflat.plan.units import ModelSpec, ParamSpec, Range, param_ranges
+from runflat.train import updater
 
 Check = Callable[..., Errors]
 Patch = pytest.MonkeyPatch
@@ -130,7 +131,7 @@ def drop_soft_cap(patch: Patch) -> None:
 
 def decay_twice_once(patch: Patch) -> None:
     """One device decays its matrices twice as much as the others."""
-    real = verify_module.build_optimizer
+    real = updater.build_optimizer
     seen: list[None] = []
 
     def mutated(*args: Any) -> torch.optim.AdamW:
@@ -140,19 +141,19 @@ def decay_twice_once(patch: Patch) -> None:
         seen.append(None)
         return optimizer
 
-    patch.setattr(verify_module, "build_optimizer", mutated)
+    patch.setattr(updater, "build_optimizer", mutated)
 
 
 def decay_twice_everywhere(patch: Patch) -> None:
     """All devices decay twice: no two copies differ, only the truth does."""
-    real = verify_module.build_optimizer
+    real = updater.build_optimizer
 
     def mutated(*args: Any) -> torch.optim.AdamW:
         optimizer = real(*args)
         optimizer.param_groups[0]["weight_decay"] *= 2
         return optimizer
 
-    patch.setattr(verify_module, "build_optimizer", mutated)
+    patch.setattr(updater, "build_optimizer", mutated)
 
 
 def add_row_bias_everywhere(patch: Patch) -> None:

@@ -11,7 +11,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from runflat.check import verify as verify_module
 from runflat.check.small import PROOF_SET, proof_config
 from runflat.check.verify import TOLERANCE, Case, Errors, plan_case
 from runflat.parallel.owned_sync import OwnedSync
@@ -78,8 +77,8 @@ def lose_the_mirror(patch: pytest.MonkeyPatch) -> None:
 
 def keep_nothing_of_others(patch: pytest.MonkeyPatch) -> None:
     """The norm is that of one device's pieces twice over."""
-    real = verify_module.OwnedSync.squared_norm
-    patch.setattr(verify_module.OwnedSync, "squared_norm", lambda self: 2 * real(self))
+    real = OwnedSync.squared_norm
+    patch.setattr(OwnedSync, "squared_norm", lambda self: 2 * real(self))
 
 
 @pytest.mark.parametrize("mutate", [skip_gather, lose_the_mirror, keep_nothing_of_others])
