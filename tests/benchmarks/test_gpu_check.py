@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,21 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-FILE = Path(__file__).parents[2] / "benchmarks" / "gpu" / "check.py"
 GOOD = {"losses": [5.0, 4.0], "tokens_per_s": 100.0, "mfu": None, "peak_bytes": 10**6, "wall_s": 1.0}
 
 
 @pytest.fixture(scope="module")
-def gpu_check() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gpu_check", FILE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses look their module up, so it must be known while it is executed.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, spec.name, module)
-        spec.loader.exec_module(module)
-    return module
+def gpu_check(script: Callable[[str], ModuleType]) -> ModuleType:
+    return script("gpu/check.py")
 
 
 def good(training: Any, limit_s: float) -> dict[str, Any]:
@@ -130,7 +120,7 @@ def test_it_ends_in_time(gpu_check: ModuleType, tmp_path: Path) -> None:
 
 def test_the_tests_are_found() -> None:
     """Catches a test for GPUs that lies where the check does not look."""
-    tests = FILE.parents[2] / "tests"
+    tests = Path(__file__).parents[1]
     marked = {path for path in tests.rglob("test_*.py") if "mark." + "gpu" in path.read_text()}
     assert marked
     assert marked == set((tests / "gpu").glob("test_*.py"))

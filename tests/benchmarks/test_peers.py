@@ -1,27 +1,15 @@
 """What the benchmark against peers makes of the commits that it saw: no job is started here."""
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
+from collections.abc import Callable
 from types import ModuleType
 
 import pytest
 
-FILE = Path(__file__).parents[2] / "benchmarks" / "peers" / "timings.py"
-
 
 @pytest.fixture(scope="module")
-def timings() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("peers_timings", FILE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses look their module up, so it must be known while it is executed.
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, spec.name, module)
-        spec.loader.exec_module(module)
-    return module
+def timings(script: Callable[[str], ModuleType]) -> ModuleType:
+    return script("peers/timings.py")
 
 
 def test_a_line_of_each_system_is_read(timings: ModuleType) -> None:

@@ -1,6 +1,6 @@
 """What the controller hears and says for each device does not grow with their number; workers that only talk."""
 
-import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -11,19 +11,13 @@ from runflat.commands.models import model_config
 from runflat.parallel.tp_plan import build_meta_model, read_rules
 from runflat.plan.units import ModelSpec
 
-FILE = Path(__file__).parents[2] / "benchmarks" / "scaling" / "run.py"
 FEW, MANY = 16, 64
 ONE_LOST = 1
 
 
 @pytest.fixture(scope="module")
-def scaling() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("scaling_run", FILE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def scaling(script: Callable[[str], ModuleType]) -> ModuleType:
+    return script("scaling/run.py")
 
 
 @pytest.fixture(scope="module")
